@@ -1,0 +1,60 @@
+# Everything a developer or CI runs. `make` alone lists the targets.
+#
+#   make demo URL=s3://bucket/prefix      the demo on a bucket of yours (credentials as s3fs finds them)
+#   make test PYTEST_ARGS="-k sharding"   some tests only
+#   PYTHON=/path/to/python3.12 make setup another interpreter
+
+VENV ?= .venv
+VENV_OLD ?= .venv-0.31
+VLLM ?= 0.32.0
+VLLM_OLD ?= 0.31.0
+PY := $(VENV)/bin/python
+URL ?=
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-old setup-ceph demo demo-s3 test test-all lint fmt bench clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: ## make .venv with vLLM's CPU build and this project (2-3 minutes once, then a second)
+	@tools/setup_venv.sh $(VENV) $(VLLM)
+
+setup-old:
+	@tools/setup_venv.sh $(VENV_OLD) $(VLLM_OLD)
+
+setup-ceph:
+	@tools/setup_ceph.sh
+
+demo: setup ## offload at TP=4, reload at TP=2 with a real vLLM server [URL=s3://...]
+	@$(PY) tools/demo.py $(if $(URL),--url '$(URL)')
+
+demo-s3: setup ## the demo on a real S3 server that it starts itself [or URL=s3://...]
+	@$(PY) tools/demo.py --s3 $(if $(URL),--url '$(URL)')
+
+lint: setup ## ruff and mypy
+	@echo "== ruff check";  $(PY) -m ruff check .
+	@echo "== ruff format"; $(PY) -m ruff format --check .
+	@echo "== mypy";        $(PY) -m mypy
+
+fmt: setup ## let ruff format and fix what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+test: lint ## lint and every test but the slow ones (under 35 minutes on 2 cores)
+	@echo "== pytest"; $(PY) -m pytest -m "not slow and not ceph" $(PYTEST_ARGS)
+
+test-all: lint setup-old setup-ceph ## every test, then the vLLM ones again on vLLM 0.31
+	@echo "== pytest on vLLM $(VLLM)"; $(PY) -m pytest $(PYTEST_ARGS)
+	@echo "== pytest on vLLM $(VLLM_OLD)"; $(VENV_OLD)/bin/python -m pytest -m vllm $(PYTEST_ARGS)
+
+bench: setup ## measure the store and the reload against what the machine can do
+	@$(PY) tools/bench.py
+
+clean: ## remove what tests and tools left here, but not the environments
+	rm -rf .demo .bench build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find tplayout connectors tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove the environments and the models too
+	rm -rf .models $(VENV) $(VENV_OLD)
