@@ -1,12 +1,13 @@
 """What a model's KV cache looks like, whatever engine, device or parallelism holds it.
 
-A geometry is a chunk size and an ordered list of groups of layers. It has no notion of ranks, blocks or pages.
+A geometry is a chunk size and an ordered list of groups of layers. It knows no ranks, blocks or pages.
 """
 
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NoReturn, get_args
 
 from tplayout.errors import GeometryError
@@ -44,8 +45,8 @@ class Part:
 class Group:
     """Layers of one kind, shape and dtype: one object a chunk.
 
-    layers: the model's layer numbers, ascending. window: tokens, for kind "window" only. scales: for quantised
-    dtypes, one row a layer: a factor a part, or a factor a head and part (head-major).
+    layers: the model's layer numbers, ascending. window: tokens, for kind "window" only. scales: for
+    quantised dtypes, one row a layer: a factor a part, or a factor a head and part (head-major).
     """
 
     name: str
@@ -68,7 +69,7 @@ class Group:
             _fail(where + "parts", self.parts, f"a tuple of 1 to {MAX_PARTS} parts")
         if len({part.name for part in self.parts}) != len(self.parts):
             _fail(where + "parts", [part.name for part in self.parts], "parts of different names")
-        if self.dtype not in DTYPE_BYTES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
             _fail(where + "dtype", self.dtype, f"one of {', '.join(DTYPE_BYTES)}")
         if self.kind == "window":
             _check_int(where + "window", self.window, 1, MAX_WINDOW)
@@ -115,15 +116,12 @@ class Group:
         fields = _members(
             "group", value, {"name", "kind", "layers", "heads", "parts", "dtype", "window", "scales"}
         )
-        parts = [
-            _members("part", part, {"name", "dim"}) for part in _array("parts", fields["parts"], MAX_PARTS)
-        ]
+        parts = _array("parts", fields["parts"], MAX_PARTS)
+        parts = [_members("part", part, {"name", "dim"}) for part in parts]
         scales = fields["scales"]
         if scales is not None:
-            scales = tuple(
-                tuple(_array("scales", row, MAX_HEADS * MAX_PARTS))
-                for row in _array("scales", scales, MAX_LAYERS)
-            )
+            rows = _array("scales", scales, MAX_LAYERS)
+            scales = tuple(tuple(_array("scales", row, MAX_HEADS * MAX_PARTS)) for row in rows)
         return cls(
             name=fields["name"],
             kind=fields["kind"],
@@ -192,7 +190,7 @@ def _check_layers(where: str, layers: Any) -> None:
         _fail(where + "layers", layers, f"a tuple of 1 to {MAX_LAYERS} layer numbers")
     for layer in layers:
         _check_int(where + "layer", layer, 0, MAX_LAYER_NUMBER)
-    if any(a >= b for a, b in zip(layers, layers[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(layers)):
         _fail(where + "layers", layers, "ascending without repeats")
 
 

@@ -97,8 +97,8 @@ def shard_of(
 ) -> Shard:
     """The cells of one rank. layer_numbers: the model's layers on its pipeline stage, None for all.
 
-    Numbers that are not in the group (other groups' layers) are ignored. Raises GeometryError if what remains is
-    not contiguous in the group.
+    Numbers that are not in the group (other groups' layers) are ignored. Raises GeometryError if what
+    remains is not contiguous in the group.
     """
     heads = head_range(group.heads, tp_size, tp_rank)
     if layer_numbers is None:
@@ -115,13 +115,17 @@ def shard_of(
 
 
 def check_cover(group: Group, shards: Iterable[Shard]) -> None:
-    """Check that the writers' shards tile every cell of the group exactly once; GeometryError names the fault."""
+    """Check that the writers' shards tile every cell of the group exactly once.
+
+    Raises GeometryError that says how many cells are missing or written twice, and names the first.
+    """
     layers = len(group.layers)
     counts = bytearray(group.heads * layers)
     for shard in shards:
         if shard.cells and (shard.heads.stop > group.heads or shard.layers.stop > layers):
             raise GeometryError(
-                f"group {group.name!r} has {group.heads} heads and {layers} layers, not {shard.heads} x {shard.layers}"
+                f"group {group.name!r} has {group.heads} heads and {layers} layers, "
+                f"the shard is {shard.heads} x {shard.layers}"
             )
         for head in shard.heads:
             for layer in shard.layers:

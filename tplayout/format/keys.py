@@ -1,0 +1,143 @@
+"""Chunk keys and object names: from a namespace and token ids to a place in the store.
+
+Keys are BLAKE3 in derive_key mode over fixed-length or length-prefixed fields. Nothing here depends on a
+process seed, on Python's hash() or on an engine's block hashes, so two servers agree with nothing to configure.
+"""
+
+import re
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from tplayout.errors import FormatError, GeometryError, Reason
+
+KEY_BYTES = 32
+ROOT = bytes(KEY_BYTES)  # the parent of a prefix's first chunk
+MAX_TOKEN = 2**31 - 1
+EXTRA_LORA = "lora"  # payload: digest of the adapter's files
+EXTRA_MM = "mm"  # payload: mm_payload()
+EXTRA_SALT = "salt"  # payload: the salt's UTF-8 bytes
+
+_KEY_CONTEXT = "tplayout 1 chunk key"
+_EXTRAS_CONTEXT = "tplayout 1 chunk extras"
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_OBJECT = re.compile(
+    r"(?P<ns>[0-9a-f]{32})/(?P<fan>[0-9a-f]{2})/(?P<key>(?P=fan)[0-9a-f]{62})\.(?P<group>0|[1-9][0-9]?)\.safetensors"
+)
+
+Extras = Sequence[tuple[str, bytes]]
+
+
+@dataclass(frozen=True)
+class ChunkId:
+    """One chunk of a prefix. key, parent, extras: 32 bytes; extras is the digest (see `extras_digest`).
+
+    index: position in its chain, 0 for the first chunk; -1 when read from an object, which does not hold it.
+    """
+
+    key: bytes
+    parent: bytes
+    tokens: tuple[int, ...]
+    extras: bytes
+    index: int = -1
+
+
+@dataclass(frozen=True)
+class ObjectName:
+    """The parts of a chunk object's name. namespace: 32 hex digits; key: 32 bytes."""
+
+    namespace: str
+    key: bytes
+    group_index: int
+
+
+def extras_digest(extras: Extras) -> bytes:
+    """32 bytes that stand for an ordered list of (tag, payload); the order matters."""
+    hasher = blake3(struct.pack("<I", len(extras)), derive_key_context=_EXTRAS_CONTEXT)
+    for tag, payload in extras:
+        name = tag.encode("utf-8")
+        hasher.update(struct.pack("<I", len(name)) + name)
+        hasher.update(struct.pack("<Q", len(payload)) + payload)
+    return hasher.digest()
+
+
+NO_EXTRAS = extras_digest(())
+
+
+def mm_payload(offset: int, length: int, content_digest: bytes) -> bytes:
+    """Payload of EXTRA_MM: a multimodal item that covers `length` positions of the chunk from `offset` on.
+
+    offset may be negative: the item began in an earlier chunk. content_digest: of the content itself.
+    """
+    return struct.pack("<qQ", offset, length) + content_digest
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as int32 little-endian. Raises GeometryError for ids outside 0 .. 2**31-1."""
+    try:
+        packed = struct.pack(f"<{len(tokens)}i", *tokens)
+        if tokens and min(tokens) < 0:
+            raise GeometryError(f"token id {min(tokens)} is negative")
+    except struct.error as error:
+        raise GeometryError(f"token ids must be integers from 0 to {MAX_TOKEN}: {error}") from None
+    return packed
+
+
+def chunk_key(namespace: bytes, parent: bytes, tokens: Sequence[int], extras: bytes) -> bytes:
+    """32 bytes that name a chunk. namespace: the whole identity digest; extras: `extras_digest`."""
+    for what, value in (("namespace", namespace), ("parent", parent), ("extras digest", extras)):
+        if len(value) != KEY_BYTES:
+            raise GeometryError(f"{what} has {len(value)} bytes, must be {KEY_BYTES}")
+    packed = pack_tokens(tokens)
+    message = b"".join((namespace, parent, extras, struct.pack("<I", len(tokens)), packed))
+    return blake3(message, derive_key_context=_KEY_CONTEXT).digest()
+
+
+def chain(
+    namespace: bytes,
+    tokens: Sequence[int],
+    chunk_tokens: int,
+    extras_for_chunk: Callable[[int], Extras] | None = None,
+    parent: bytes = ROOT,
+    start: int = 0,
+) -> list[ChunkId]:
+    """The full chunks of a prefix, in order; a last partial chunk has no key.
+
+    tokens: ids from chunk `start` on. parent: key of chunk start-1. extras_for_chunk: from a chunk's index.
+    """
+    if chunk_tokens < 1:
+        raise GeometryError(f"chunk_tokens is {chunk_tokens}, must be 1 or more")
+    chunks: list[ChunkId] = []
+    for offset in range(0, len(tokens) - chunk_tokens + 1, chunk_tokens):
+        index = start + offset // chunk_tokens
+        own = tuple(tokens[offset : offset + chunk_tokens])
+        extras = NO_EXTRAS if extras_for_chunk is None else extras_digest(extras_for_chunk(index))
+        key = chunk_key(namespace, parent, own, extras)
+        chunks.append(ChunkId(key, parent, own, extras, index))
+        parent = key
+    return chunks
+
+
+def object_name(namespace_hex: str, key: bytes, group_index: int) -> str:
+    """Store key of one chunk and group. namespace_hex: 32 hex digits."""
+    name = f"{namespace_hex}/{key[:1].hex()}/{key.hex()}.{group_index}.safetensors"
+    if not _OBJECT.fullmatch(name):
+        raise GeometryError(f"{name!r} is no object name")
+    return name
+
+
+def parse_object_name(name: str) -> ObjectName:
+    """Inverse of `object_name`; FormatError bad-name for anything else."""
+    match = _OBJECT.fullmatch(name)
+    if match is None:
+        raise FormatError(Reason.BAD_NAME, "not <namespace>/<xx>/<key>.<group>.safetensors", where=name[:200])
+    return ObjectName(match["ns"], bytes.fromhex(match["key"]), int(match["group"]))
+
+
+def namespace_object(namespace_hex: str) -> str:
+    """Store key of a namespace's document."""
+    if not _NAMESPACE.fullmatch(namespace_hex):
+        raise GeometryError(f"{namespace_hex!r} is no namespace: 32 hex digits")
+    return f"{namespace_hex}/namespace.json"
