@@ -100,7 +100,7 @@ def make_hasher(
     """
     if secret is not None and len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
-            f"secret has {len(secret)} bytes, must have {MIN_SECRET_BYTES} or more (try: openssl rand -hex 32)"
+            f"secret of {len(secret)} bytes, must have {MIN_SECRET_BYTES} or more (try: openssl rand -hex 32)"
         )
     if name is None:
         name = XXH3 if secret is None else KEYED

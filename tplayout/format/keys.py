@@ -1,7 +1,7 @@
 """Chunk keys and object names: from a namespace and token ids to a place in the store.
 
 Keys are BLAKE3 in derive_key mode over fixed-length or length-prefixed fields. Nothing here depends on a
-process seed, on Python's hash() or on an engine's block hashes, so two servers agree with nothing to configure.
+process seed, on Python's hash() or on an engine's block hashes: two servers agree with nothing to configure.
 """
 
 import re
@@ -87,11 +87,15 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 def chunk_key(namespace: bytes, parent: bytes, tokens: Sequence[int], extras: bytes) -> bytes:
     """32 bytes that name a chunk. namespace: the whole identity digest; extras: `extras_digest`."""
+    return key_of_packed(namespace, parent, pack_tokens(tokens), extras)
+
+
+def key_of_packed(namespace: bytes, parent: bytes, packed: bytes, extras: bytes) -> bytes:
+    """`chunk_key` of tokens as `pack_tokens` gives them and as chunk objects hold them."""
     for what, value in (("namespace", namespace), ("parent", parent), ("extras digest", extras)):
         if len(value) != KEY_BYTES:
             raise GeometryError(f"{what} has {len(value)} bytes, must be {KEY_BYTES}")
-    packed = pack_tokens(tokens)
-    message = b"".join((namespace, parent, extras, struct.pack("<I", len(tokens)), packed))
+    message = b"".join((namespace, parent, extras, struct.pack("<I", len(packed) // 4), packed))
     return blake3(message, derive_key_context=_KEY_CONTEXT).digest()
 
 

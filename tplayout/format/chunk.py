@@ -1,0 +1,228 @@
+"""Sealing and verifying chunk objects in place.
+
+A slot of memory holds an object's exact bytes: writers fill cells where they belong, `seal` adds the rest,
+and `verify` accepts a buffer only if every byte of it is accounted for. Neither copies a cell.
+"""
+
+import struct
+from collections.abc import Mapping
+
+from tplayout.errors import FormatError, GeometryError, Reason
+from tplayout.format.digest import CellHasher
+from tplayout.format.header import Header, TensorInfo, header_size, parse_header
+from tplayout.format.keys import ROOT, ChunkId, chunk_key, key_of_packed, pack_tokens
+from tplayout.format.layout import ALIGN, ChunkLayout, chunk_layout, layout_of
+from tplayout.format.sharding import Shard, whole
+
+__all__ = [
+    "Buffer",
+    "ChunkLayout",
+    "Header",
+    "TensorInfo",
+    "chunk_layout",
+    "header_size",
+    "layout_of",
+    "parse_header",
+    "piece",
+    "read_chunk_id",
+    "seal",
+    "verify",
+    "verify_shard",
+    "write_digests",
+    "write_info",
+]
+
+Buffer = bytes | bytearray | memoryview
+_ZEROS = bytes(ALIGN)
+
+
+def write_info(buf: bytearray | memoryview, layout: ChunkLayout, chunk: ChunkId) -> None:
+    """Write everything but cells and digests: header, tokens, parent, extras digest, all padding.
+
+    buf: writable, at least layout.nbytes long; what is behind that is left alone.
+    """
+    view = _writable(buf, layout)
+    if len(chunk.tokens) != layout.chunk_tokens:
+        raise GeometryError(f"chunk of {len(chunk.tokens)} tokens, the layout has {layout.chunk_tokens}")
+    view[: layout.data_start] = layout.header
+    view[_cut(layout.tokens_range)] = pack_tokens(chunk.tokens)
+    view[_cut(layout.parent_range)] = chunk.parent
+    view[_cut(layout.extras_range)] = chunk.extras
+    for pad in layout.pads():
+        view[_cut(pad)] = _ZEROS[: len(pad)]
+
+
+def write_digests(
+    buf: bytearray | memoryview,
+    layout: ChunkLayout,
+    key: bytes,
+    hasher: CellHasher,
+    shard: Shard | None = None,
+) -> None:
+    """Write the digests of the cells that buf holds, of a shard or of all. key: the chunk's."""
+    view = _writable(buf, layout)
+    _check_hasher(layout, hasher)
+    shard = whole(layout.group) if shard is None else shard
+    layout.check_shard(shard)
+    for head in shard.heads:
+        for position in shard.layers:
+            data = view[_cut(layout.cell_range(head, position))]
+            layer = layout.group.layers[position]
+            digest = hasher.cell(key, layout.group.name, head, layer, data)
+            view[_cut(layout.digest_range(head, position))] = digest
+
+
+def seal(
+    buf: bytearray | memoryview, layout: ChunkLayout, namespace: bytes, chunk: ChunkId, hasher: CellHasher
+) -> None:
+    """Complete an object whose cells are in place: buf[:layout.nbytes] then holds its exact bytes.
+
+    namespace: 32 bytes. Raises FormatError wrong-key if chunk.key is not the key of its content.
+    """
+    if chunk_key(namespace, chunk.parent, chunk.tokens, chunk.extras) != chunk.key:
+        raise FormatError(Reason.WRONG_KEY, f"{chunk.key.hex()} is not the key of these tokens")
+    write_info(buf, layout, chunk)
+    write_digests(buf, layout, chunk.key, hasher)
+
+
+def verify(
+    buf: Buffer,
+    layout: ChunkLayout,
+    namespace: bytes,
+    expected_key: bytes,
+    hasher: CellHasher,
+    shard: Shard | None = None,
+) -> ChunkId:
+    """Check that buf is, byte for byte, the object of that key; with `shard`, only its cells are digested.
+
+    namespace: 32 bytes; expected_key: from the object's name. Raises FormatError with a reason; allocates
+    nothing by what the content claims.
+    """
+    _check_hasher(layout, hasher)
+    view = memoryview(buf).cast("B")
+    if bytes(view[: layout.data_start]) != layout.header:
+        raise _header_fault(view, layout)
+    _check_length(len(view), layout.nbytes)
+    chunk = read_chunk_id(view, layout, namespace)
+    if chunk.key != expected_key:
+        raise FormatError(
+            Reason.WRONG_KEY, f"content belongs to {chunk.key.hex()}, not to {expected_key.hex()}"
+        )
+    if min(chunk.tokens) < 0:
+        raise FormatError(Reason.BAD_TOKENS, f"token id {min(chunk.tokens)} is negative")
+    for pad in layout.pads():
+        if bytes(view[_cut(pad)]) != _ZEROS[: len(pad)]:
+            raise FormatError(Reason.BAD_PADDING, f"not zero between byte {pad.start} and {pad.stop}")
+    parts = {range(layout.nbytes): view}
+    verify_shard(parts, layout, chunk.key, hasher, whole(layout.group) if shard is None else shard)
+    return chunk
+
+
+def verify_shard(
+    parts: Mapping[range, Buffer], layout: ChunkLayout, key: bytes, hasher: CellHasher, shard: Shard
+) -> None:
+    """Check a shard's cells in pieces of an object: byte range in the file -> its bytes.
+
+    The pieces must hold what `layout.shard_sections(shard)` names. The chunk's key is in every digest, so the
+    header need not be read. Raises FormatError: truncated, digest-mismatch.
+    """
+    _check_hasher(layout, hasher)
+    layout.check_shard(shard)
+    views = {span: memoryview(data).cast("B") for span, data in parts.items()}
+    for span, view in views.items():
+        _check_length(len(view), len(span))
+    group, size = layout.group, layout.digest_size
+    for head in shard.heads if shard.cells else ():
+        digests = piece(views, layout.digests_range(head, shard.layers))
+        cells = piece(views, layout.kv_range(head, shard.layers))
+        for row, position in enumerate(shard.layers):
+            data = cells[row * layout.cell_bytes : (row + 1) * layout.cell_bytes]
+            digest = hasher.cell(key, group.name, head, group.layers[position], data)
+            if digests[row * size : (row + 1) * size] != digest:
+                place = f"group {group.name!r}, head {head}, layer {group.layers[position]}"
+                raise FormatError(Reason.DIGEST_MISMATCH, place)
+
+
+def piece(parts: Mapping[range, Buffer], wanted: range) -> memoryview:
+    """The bytes of a file range from pieces of the file, uncopied; FormatError truncated if not there."""
+    for span, data in parts.items():
+        if span.start <= wanted.start and wanted.stop <= span.stop:
+            return memoryview(data)[wanted.start - span.start : wanted.stop - span.start]
+    raise FormatError(Reason.TRUNCATED, f"bytes {wanted.start} to {wanted.stop} were not read")
+
+
+def read_chunk_id(buf: Buffer, layout: ChunkLayout, namespace: bytes) -> ChunkId:
+    """What an object says it is: its key computed from parent, tokens and extras. Nothing else is checked.
+
+    buf: at least layout.info_range. The index is not in the object and is -1, or 0 for a first chunk.
+    """
+    view = memoryview(buf).cast("B")
+    if len(view) < layout.extras_range.stop:
+        _check_length(len(view), layout.nbytes)
+    packed = bytes(view[_cut(layout.tokens_range)])
+    parent = bytes(view[_cut(layout.parent_range)])
+    extras = bytes(view[_cut(layout.extras_range)])
+    key = key_of_packed(namespace, parent, packed, extras)
+    tokens = struct.unpack(f"<{layout.chunk_tokens}i", packed)
+    return ChunkId(key, parent, tokens, extras, 0 if parent == ROOT else -1)
+
+
+def _cut(span: range) -> slice:
+    return slice(span.start, span.stop)
+
+
+def _writable(buf: bytearray | memoryview, layout: ChunkLayout) -> memoryview:
+    view = memoryview(buf).cast("B")
+    if len(view) < layout.nbytes:
+        raise GeometryError(f"buffer of {len(view)} bytes for an object of {layout.nbytes}")
+    return view
+
+
+def _check_length(got: int, wanted: int) -> None:
+    if got != wanted:
+        reason = Reason.TRUNCATED if got < wanted else Reason.TRAILING
+        raise FormatError(reason, f"{got} bytes, must be {wanted}")
+
+
+def _check_hasher(layout: ChunkLayout, hasher: CellHasher) -> None:
+    if hasher.name != layout.digest_name:
+        raise FormatError(
+            Reason.WRONG_DIGEST, f"object has {layout.digest_name}, the hasher is {hasher.name}"
+        )
+    if hasher.key_id != layout.key_id:
+        raise FormatError(Reason.WRONG_SECRET, f"object has {layout.key_id}, the secret is {hasher.key_id}")
+
+
+def _header_fault(view: memoryview, layout: ChunkLayout) -> FormatError:
+    """Why a header is not the expected one. Returns, or raises, the error."""
+    header = parse_header(view, len(view))
+    theirs = layout_of(header)
+    for reason, field in (
+        (Reason.WRONG_DIGEST, "digest_name"),
+        (Reason.WRONG_SECRET, "key_id"),
+        (Reason.WRONG_GROUP, "group_index"),
+        (Reason.WRONG_GEOMETRY, "chunk_tokens"),
+    ):
+        if getattr(theirs, field) != getattr(layout, field):
+            detail = f"{field} is {getattr(theirs, field)}, must be {getattr(layout, field)}"
+            return FormatError(reason, detail)
+    if theirs.group.name != layout.group.name:
+        return FormatError(Reason.WRONG_GROUP, f"{theirs.group.name!r}, must be {layout.group.name!r}")
+    if theirs.group != layout.group:
+        return FormatError(Reason.WRONG_GEOMETRY, f"group {layout.group.name!r} is laid out differently")
+    return _tensor_fault(header, parse_header(layout.header, layout.nbytes))
+
+
+def _tensor_fault(header: Header, wanted: Header) -> FormatError:
+    missing = wanted.tensors.keys() ^ header.tensors.keys()
+    if missing:
+        return FormatError(Reason.BAD_TENSOR, f"missing or unknown tensors {sorted(missing)[:4]}"[:400])
+    for name, tensor in wanted.tensors.items():
+        found = header.tensors[name]
+        if found.dtype != tensor.dtype:
+            return FormatError(Reason.BAD_DTYPE, f"{name} is {found.dtype}, must be {tensor.dtype}")
+        if found.shape != tensor.shape:
+            return FormatError(Reason.BAD_SHAPE, f"{name} is {found.shape}, must be {tensor.shape}")
+        if (found.start, found.end) != (tensor.start, tensor.end):
+            return FormatError(Reason.BAD_OFFSETS, f"{name} is not where the geometry puts it")
+    return FormatError(Reason.BAD_HEADER, "same content in other bytes than the format prescribes")
