@@ -31,8 +31,6 @@ def canonical_json(value: Any) -> bytes:
 
 
 def _encode(value: Any, depth: int) -> str:
-    if depth > MAX_DEPTH:
-        raise ConfigError(f"value nested deeper than {MAX_DEPTH} levels")
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -41,6 +39,8 @@ def _encode(value: Any, depth: int) -> str:
         return _escape(value)
     if isinstance(value, int | float):
         return format_number(value)
+    if depth >= MAX_DEPTH:
+        raise ConfigError(f"value nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
             raise ConfigError("member names must be strings")
