@@ -104,7 +104,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """How a namespace's objects are stored; fixed when it is created. key_id: names a keyed digest's secret."""
+    """How a namespace's objects are stored; fixed when it is created. key_id: names the secret."""
 
     digest: str
     key_id: str | None = None

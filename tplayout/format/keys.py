@@ -67,11 +67,38 @@ NO_EXTRAS = extras_digest(())
 
 
 def mm_payload(offset: int, length: int, content_digest: bytes) -> bytes:
-    """Payload of EXTRA_MM: a multimodal item that covers `length` positions of the chunk from `offset` on.
+    """Payload of EXTRA_MM: a multimodal item of `length` positions that begins at the chunk's `offset`.
 
-    offset may be negative: the item began in an earlier chunk. content_digest: of the content itself.
+    offset is negative when the item began in an earlier chunk. content_digest: of the content itself.
     """
     return struct.pack("<qQ", offset, length) + content_digest
+
+
+def prefix_extras(
+    chunk_tokens: int,
+    lora: bytes | None = None,
+    items: Sequence[tuple[int, int, bytes]] = (),
+    salt: str | None = None,
+) -> Callable[[int], Extras]:
+    """The extras of each chunk of a prefix, in the order that FORMAT.md fixes; for `chain`.
+
+    lora: digest of the adapter's files. items: (first position in the prefix, positions, content digest).
+    salt: of the request. Adapter and salt are in every chunk, an item in the chunks that it touches.
+    """
+    before = () if lora is None else ((EXTRA_LORA, lora),)
+    behind = () if salt is None else ((EXTRA_SALT, salt.encode("utf-8")),)
+    ordered = sorted(items)
+
+    def extras(index: int) -> Extras:
+        start, stop = index * chunk_tokens, (index + 1) * chunk_tokens
+        inside = [item for item in ordered if item[0] < stop and item[0] + item[1] > start]
+        return (
+            *before,
+            *((EXTRA_MM, mm_payload(at - start, n, digest)) for at, n, digest in inside),
+            *behind,
+        )
+
+    return extras
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
