@@ -1,0 +1,100 @@
+"""What travels between the scheduler's and the workers' side of the connector, every step.
+
+Plain data; vLLM moves it between its own processes. Nothing here is stored, and nothing secret is in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+from tplayout.format.geometry import Geometry
+from tplayout.staging.region import RegionRef
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What a worker found out about one attention layer.
+
+    index:   the model's layer number.
+    table:   the vLLM KV-cache group whose block table it uses.
+    parts:   (name, dim) of each part; heads: KV heads on this rank; dtype: safetensors name of the KV dtype.
+    window:  tokens of a sliding window, None for full attention; latent: one latent for all heads (MLA).
+    scales:  factor a part of a quantised cache, None otherwise.
+    """
+
+    name: str
+    index: int
+    table: int
+    heads: int
+    parts: tuple[tuple[str, int], ...]
+    dtype: str
+    window: int | None
+    latent: bool
+    scales: tuple[float, ...] | None
+    layout: str
+
+
+@dataclass(frozen=True)
+class WorkerReport(KVConnectorHandshakeMetadata):
+    """A worker's layers, sent once after its caches are registered."""
+
+    layers: tuple[LayerReport, ...]
+
+
+@dataclass(frozen=True)
+class StagingRef:
+    """All that a worker needs to find its bytes in the region.
+
+    places:  layer name -> (canonical group, position in it).
+    writers: a group, the (pp_rank, tp_rank) that must mark its objects, in the order of their marks.
+    """
+
+    region: RegionRef
+    geometry: Geometry
+    digest: str
+    key_id: str | None
+    places: dict[str, tuple[int, int]]
+    writers: tuple[tuple[tuple[int, int], ...], ...]
+
+    def marks_of(self, rank: tuple[int, int]) -> list[int]:
+        """The groups whose objects this (pp_rank, tp_rank) marks."""
+        return [group for group, ranks in enumerate(self.writers) if rank in ranks]
+
+
+@dataclass(frozen=True)
+class ChunkCopy:
+    """Tokens [first, last) of a request that lie in the chunk starting at token `base`, held in one slot.
+
+    groups: the canonical groups to copy. complete: after this copy the rank's part of the groups is whole.
+    """
+
+    slot: int
+    generation: int
+    base: int
+    first: int
+    last: int
+    groups: tuple[int, ...]
+    complete: bool = True
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Copies of one request and its block tables (one list of block ids a vLLM KV-cache group)."""
+
+    request: str
+    tables: tuple[list[int], ...]
+    copies: tuple[ChunkCopy, ...]
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """The work of one engine step. `staging` is set whenever there is work."""
+
+    staging: StagingRef | None = None
+    saves: list[Transfer] = field(default_factory=list)
+    loads: list[Transfer] = field(default_factory=list)

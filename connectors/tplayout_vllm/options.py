@@ -1,0 +1,159 @@
+"""The options of `kv_connector_extra_config`: parsed once, strictly, into one frozen record.
+
+Layer: bottom of the connector; knows neither vLLM nor torch. Every refusal is one line that names the option.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tplayout.errors import ConfigError
+
+SECRET_ENV = "TPLAYOUT_SECRET_KEY"
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may set. Sizes are bytes, times are seconds.
+
+    url:               where chunks live: file:///dir, s3://bucket/prefix, or any fsspec URL.
+    storage_options:   passed to the store's file system (fsspec's own names), may hold credentials.
+    chunk_tokens:      tokens a stored chunk; servers share only what has the same chunk size.
+    staging_bytes:     host memory for chunks on their way; None: sized from the machine.
+    io_processes:      processes that read, write and verify; None: sized from the machine.
+    load_deadline:     how long a request waits for its prefix before it is computed instead.
+    store_timeout:     how long one store operation may take.
+    strict:            refuse to start when the store cannot be reached.
+    weights_label:     names the weights where they have no files (`--load-format dummy`).
+    secret:            authenticates what is stored; from the file of `secret_key_file` or from the environment.
+    """
+
+    url: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    chunk_tokens: int = 256
+    staging_bytes: int | None = None
+    io_processes: int | None = None
+    load_deadline: float = 3.0
+    store_timeout: float = 30.0
+    strict: bool = False
+    weights_label: str | None = None
+    secret: bytes | None = field(default=None, repr=False)
+
+
+_NAMES = (
+    "url",
+    "storage_options",
+    "chunk_tokens",
+    "staging_bytes",
+    "io_processes",
+    "load_deadline_ms",
+    "store_timeout_ms",
+    "strict",
+    "weights_label",
+    "secret_key_file",
+)
+
+
+def parse_options(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
+    """Check and convert `kv_connector_extra_config`. Raises ConfigError naming the first wrong option."""
+    for name in extra:
+        if name not in _NAMES:
+            close = difflib.get_close_matches(str(name), _NAMES, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(_NAMES)}"
+            raise _wrong(name, f"is no option of TPLayoutConnector; {hint}")
+    url = extra.get("url")
+    if not isinstance(url, str) or not url.strip():
+        raise _wrong(
+            "url", "is required: where to keep KV, for example file:///var/cache/kv or s3://bucket/prefix"
+        )
+    storage = extra.get("storage_options", {})
+    if not isinstance(storage, Mapping):
+        raise _wrong(
+            "storage_options", f"must be an object of the file system's options, not {_kind(storage)}"
+        )
+    return Options(
+        url=url,
+        storage_options=dict(storage),
+        chunk_tokens=_integer(extra, "chunk_tokens", 256, 16, 65536),
+        staging_bytes=_size(extra, "staging_bytes"),
+        io_processes=_integer(extra, "io_processes", None, 1, 64),
+        load_deadline=_integer(extra, "load_deadline_ms", 3000, 1, 3_600_000) / 1000,
+        store_timeout=_integer(extra, "store_timeout_ms", 30_000, 1, 3_600_000) / 1000,
+        strict=_boolean(extra, "strict", False),
+        weights_label=_text(extra, "weights_label"),
+        secret=_secret(extra, environ),
+    )
+
+
+def _wrong(name: str, what: str) -> ConfigError:
+    return ConfigError(f"kv_connector_extra_config: {name!r} {what}")
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} {str(value)[:40]!r}"
+
+
+def _integer(extra: Mapping[str, Any], name: str, default: Any, low: int, high: int) -> Any:
+    value = extra.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not low <= value <= high:
+        raise _wrong(name, f"must be a whole number from {low} to {high}, not {_kind(value)}")
+    return value
+
+
+def _boolean(extra: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = extra.get(name, default)
+    if type(value) is not bool:
+        raise _wrong(name, f"must be true or false, not {_kind(value)}")
+    return value
+
+
+def _text(extra: Mapping[str, Any], name: str) -> str | None:
+    value = extra.get(name)
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise _wrong(name, f"must be a non-empty string, not {_kind(value)}")
+    return value
+
+
+def _size(extra: Mapping[str, Any], name: str) -> int | None:
+    value = extra.get(name)
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip()) if isinstance(value, str) else None
+    if match and match[2].upper() in _UNITS:
+        value = int(float(match[1]) * _UNITS[match[2].upper()])
+    if type(value) is not int or value <= 0:
+        raise _wrong(name, f'must be a number of bytes or a size such as "8GiB", not {_kind(value)}')
+    return value
+
+
+def _secret(extra: Mapping[str, Any], environ: Mapping[str, str]) -> bytes | None:
+    path = _text(extra, "secret_key_file")
+    if path is None:
+        return environ[SECRET_ENV].encode() if environ.get(SECRET_ENV) else None
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise _wrong("secret_key_file", f"cannot be read: {error.strerror}: {path}") from None
+    if not secret:
+        raise _wrong("secret_key_file", f"is empty: {path}; put the key into it")
+    return secret

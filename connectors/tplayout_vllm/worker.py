@@ -1,0 +1,195 @@
+"""The worker's side: copies between its pages and the staging region, as the scheduler's side says.
+
+Layer: below connector.py. One object a rank. It talks to no store and makes no decision: each step names the
+tokens, the blocks and the slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tplayout.errors import TPLayoutError
+from tplayout.format.chunk import chunk_layout
+from tplayout.format.sharding import head_range, writes
+from tplayout.staging.region import Region
+from tplayout_vllm.device import HostCopies, StreamCopies, copies_for
+from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer
+from tplayout_vllm.pages import Canonical, LayerPages, canonical_view, group_runs
+from tplayout_vllm.probe import PageLayout
+
+logger = logging.getLogger("vllm.tplayout")
+
+
+@dataclass(frozen=True)
+class FoundLayer:
+    """A registered layer: the vLLM KV-cache group whose block table it uses, its memory, and how it is laid out.
+
+    ratio: kernel blocks in one block of the block table.
+    """
+
+    name: str
+    table: int
+    cache: torch.Tensor
+    layout: PageLayout
+    ratio: int
+
+
+class WorkerSide:
+    """Copies for one rank. tp: (size, rank)."""
+
+    def __init__(self, tp: tuple[int, int], pp_rank: int) -> None:
+        self._tp = tp
+        self._pp_rank = pp_rank
+        self._layers: Sequence[FoundLayer] = ()
+        self._copies: HostCopies | StreamCopies = HostCopies()
+        self._staging: _Attached | None = None
+        # (request, failed); a queue, because on an accelerator a thread puts what the engine's thread takes.
+        self._ended: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
+        self._counters: dict[str, float] = {}
+
+    def register(self, layers: Sequence[FoundLayer]) -> None:
+        """Take the layers of this rank; which cells they are is told with the first work."""
+        self._layers, self._staging = layers, None
+        self._copies = copies_for(layers[0].cache.device if layers else torch.device("cpu"))
+
+    def load(self, step: StepMetadata) -> None:
+        """Copy this step's loads from their slots into the pages. What fails is reported, never raised."""
+        for transfer in step.loads:
+            started = time.perf_counter()
+            failed = False
+            try:
+                self._scatter(self._attach(step.staging), transfer)
+            except Exception:
+                # The engine recomputes the request: a cache must not take it down.
+                logger.exception(
+                    "tplayout: loading request %s failed, it is computed instead", transfer.request
+                )
+                failed = True
+            self._copies.after(_putter(self._ended, transfer.request, failed))
+            self._count("load_copy_seconds", time.perf_counter() - started)
+
+    def save(self, step: StepMetadata) -> None:
+        """Copy this step's tokens from the pages into their slots, and mark the slots that are whole.
+
+        When this returns, the blocks may be reused by the next step (on CUDA: by work queued behind this).
+        """
+        for transfer in step.saves:
+            started = time.perf_counter()
+            try:
+                self._gather(self._attach(step.staging), transfer)
+            except Exception:
+                logger.exception(
+                    "tplayout: saving request %s failed, its chunks are not stored", transfer.request
+                )
+                self._give_up(transfer)
+            self._count("save_copy_seconds", time.perf_counter() - started)
+
+    def take_results(self) -> tuple[set[str], set[str]]:
+        """Requests whose load ended since the last call, and those among them that failed."""
+        ended: list[tuple[str, bool]] = []
+        while not self._ended.empty():
+            ended.append(self._ended.get())
+        return {request for request, _ in ended}, {request for request, failed in ended if failed}
+
+    def take_counters(self) -> dict[str, float]:
+        """Seconds and bytes copied since the last call."""
+        counters, self._counters = self._counters, {}
+        return counters
+
+    def close(self) -> None:
+        """End the copies in flight and let go of the region."""
+        self._copies.close()
+        self._staging = None
+
+    def _count(self, name: str, value: float) -> None:
+        self._counters[name] = self._counters.get(name, 0) + value
+
+    def _attach(self, ref: StagingRef | None) -> _Attached:
+        if ref is None:
+            raise TPLayoutError("a transfer came without its staging region")
+        if self._staging is None or self._staging.ref.region != ref.region:
+            self._staging = _Attached(ref, self._layers, self._tp, self._pp_rank)
+            self._copies.pin(self._staging.memory)
+        return self._staging
+
+    def _gather(self, staging: _Attached, transfer: Transfer) -> None:
+        for copy in transfer.copies:
+            for run in staging.runs:
+                if run.group in copy.groups and staging.writes[run.group]:
+                    out = staging.cells(copy, run.group, run.positions)
+                    self._copies.save(run, transfer.tables[run.table], copy.first, copy.last, out)
+                    self._count("save_copy_bytes", out.nbytes)
+            if copy.complete:
+                self._copies.after(_marker(staging, copy, usable=True))
+
+    def _scatter(self, staging: _Attached, transfer: Transfer) -> None:
+        for copy in transfer.copies:
+            for run in staging.runs:
+                if run.group in copy.groups:
+                    src = staging.cells(copy, run.group, run.positions)
+                    self._copies.load(run, transfer.tables[run.table], copy.first, copy.last, src)
+                    self._count("load_copy_bytes", src.nbytes)
+
+    def _give_up(self, transfer: Transfer) -> None:
+        if self._staging is not None:
+            for copy in transfer.copies:
+                self._copies.after(_marker(self._staging, copy, usable=False))
+
+
+class _Attached:
+    """The staging region as one rank sees it: which cells are its own, and where they lie in a slot."""
+
+    def __init__(
+        self, ref: StagingRef, layers: Sequence[FoundLayer], tp: tuple[int, int], pp_rank: int
+    ) -> None:
+        self.ref = ref
+        self._region = Region.attach(ref.region)
+        self.memory = torch.frombuffer(self._region.memory, dtype=torch.uint8)
+        geometry = ref.geometry
+        self._layouts = [
+            chunk_layout(geometry, g, ref.digest, ref.key_id) for g in range(len(geometry.groups))
+        ]
+        self._heads = [head_range(group.heads, *tp) for group in geometry.groups]
+        self.writes = [writes(group.heads, *tp) for group in geometry.groups]
+        self._marks = {g: ref.writers[g].index((pp_rank, tp[1])) for g in ref.marks_of((pp_rank, tp[1]))}
+        placed = [(layer, *ref.places[layer.name]) for layer in layers if layer.name in ref.places]
+        self.runs = group_runs(
+            [
+                LayerPages(x.name, x.table, group, position, x.cache, x.layout, x.ratio)
+                for x, group, position in placed
+            ]
+        )
+
+    def cells(self, copy: ChunkCopy, group: int, layers: range) -> Canonical:
+        """This rank's heads, the given layers and the copied tokens of a group's object in a slot."""
+        spec, layout, heads = self.ref.geometry.groups[group], self._layouts[group], self._heads[group]
+        section = layout.kv_offset(1) - layout.kv_offset(0) if spec.heads > 1 else 0
+        cells = canonical_view(
+            torch.frombuffer(self._region.slot(copy.slot, group), dtype=torch.uint8),
+            layout.kv_offset(heads.start),
+            section,
+            spec.element_bytes,
+            (len(heads), len(spec.layers), self.ref.geometry.chunk_tokens),
+            [part.dim for part in spec.parts],
+        )
+        return cells.narrow(layers, copy.first - copy.base, copy.last - copy.base)
+
+    def mark(self, copy: ChunkCopy, usable: bool) -> None:
+        """Tell the I/O process that this rank is done with its part of the copied groups."""
+        for group in copy.groups:
+            if group in self._marks:
+                self._region.mark(copy.slot, group, self._marks[group], copy.generation, usable=usable)
+
+
+def _putter(ended: queue.SimpleQueue[tuple[str, bool]], request: str, failed: bool) -> Callable[[], None]:
+    return lambda: ended.put((request, failed))
+
+
+def _marker(staging: _Attached, copy: ChunkCopy, usable: bool) -> Callable[[], None]:
+    return lambda: staging.mark(copy, usable)

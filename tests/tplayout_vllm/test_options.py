@@ -1,0 +1,66 @@
+"""Options are refused by name, and what is accepted is converted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tplayout.errors import ConfigError
+from tplayout_vllm.options import SECRET_ENV, parse_options
+
+
+def parse(**extra: Any) -> Any:
+    return parse_options({"url": "file:///kv", **extra}, {})
+
+
+def test_defaults() -> None:
+    options = parse()
+    assert (options.url, options.chunk_tokens, options.load_deadline) == ("file:///kv", 256, 3.0)
+    assert (options.staging_bytes, options.secret, options.strict) == (None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"urll": "x"}, r"'urll' is no option.*did you mean 'url'"),
+        ({"spam": 1}, r"'spam' is no option.*known are url"),
+        ({"url": ""}, r"'url' is required"),
+        ({"url": 3}, r"'url' is required"),
+        ({"chunk_tokens": 0}, r"'chunk_tokens' must be a whole number from 16"),
+        ({"chunk_tokens": True}, r"'chunk_tokens' must be a whole number"),
+        ({"chunk_tokens": "256"}, r"'chunk_tokens' must be a whole number"),
+        ({"staging_bytes": "lots"}, r"'staging_bytes' must be a number of bytes"),
+        ({"staging_bytes": -5}, r"'staging_bytes' must be a number of bytes"),
+        ({"load_deadline_ms": 1.5}, r"'load_deadline_ms' must be a whole number"),
+        ({"strict": "yes"}, r"'strict' must be true or false"),
+        ({"storage_options": "a=b"}, r"'storage_options' must be an object"),
+        ({"weights_label": " "}, r"'weights_label' must be a non-empty string"),
+        ({"secret_key_file": "/nonexistent/key"}, r"'secret_key_file' cannot be read"),
+    ],
+)
+def test_wrong_options_are_named(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        parse(**extra)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("8GiB", 8 * 2**30), ("1.5 MiB", 3 * 2**19), (4096, 4096), ("2GB", 2 * 10**9)]
+)
+def test_sizes(text: Any, nbytes: int) -> None:
+    assert parse(staging_bytes=text).staging_bytes == nbytes
+
+
+def test_secret_comes_from_a_file_or_the_environment_and_is_never_shown(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("file-secret-0123456789\n")
+    options = parse(secret_key_file=str(tmp_path / "key"))
+    assert options.secret == b"file-secret-0123456789"
+    assert "secret-0123" not in repr(options)
+    from_env = parse_options({"url": "memory://"}, {SECRET_ENV: "env-secret-0123456789"})
+    assert from_env.secret == b"env-secret-0123456789"
+
+
+def test_an_empty_secret_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        parse(secret_key_file=str(tmp_path / "key"))
