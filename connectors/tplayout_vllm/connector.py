@@ -38,9 +38,7 @@ logger = logging.getLogger("vllm.tplayout")
 class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves KV in tplayout's canonical layout and reloads it, whatever TP size wrote it."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = parse_options(self._kv_transfer_config.kv_connector_extra_config)
         check_setup(vllm_config)
@@ -77,9 +75,7 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: no forward pass ever waits for one."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Layers are saved together, after the forward pass."""
 
     def wait_for_save(self) -> None:
@@ -115,9 +111,7 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         self._side.add(request, self._local_tokens)
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         external = self._side.matched(request, num_computed_tokens)
         return external, bool(external)
 
@@ -128,9 +122,7 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
         return self._side.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._side.loads_ended(
-            connector_output.finished_recving or set(), connector_output.failed_recving or set()
-        )
+        self._side.loads_ended(connector_output.finished_recving or set(), connector_output.failed_recving or set())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # Never True: what is to be saved was copied in the step that computed it.
@@ -149,9 +141,7 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def _side(self) -> SchedulerSide:
         if self._scheduler is None:
-            raise RuntimeError(
-                "TPLayoutConnector: the workers' reports never came; this executor is not supported"
-            )
+            raise RuntimeError("TPLayoutConnector: the workers' reports never came; this executor is not supported")
         return self._scheduler
 
     def _local_tokens(self, request: Request) -> int:

@@ -42,9 +42,7 @@ def discover_worker(
 ) -> tuple[WorkerReport, list[FoundLayer]]:
     """Report every layer of this rank and where its elements lie. Raises ConfigError naming the layer refused."""
     modules = vllm_config.compilation_config.static_forward_context
-    tables = {
-        name: i for i, group in enumerate(kv_cache_config.kv_cache_groups) for name in group.layer_names
-    }
+    tables = {name: i for i, group in enumerate(kv_cache_config.kv_cache_groups) for name in group.layer_names}
     layouts: dict[Any, PageLayout] = {}
     reports, found = [], []
     for name, cache in caches.items():
@@ -58,9 +56,7 @@ def discover_worker(
         spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
         report, layout = _discover(vllm_config, name, layer, spec, table, layouts)
         reports.append(report)
-        found.append(
-            FoundLayer(name, table, layer.kv_cache, layout, _ratio(name, cache, layer.kv_cache, spec))
-        )
+        found.append(FoundLayer(name, table, layer.kv_cache, layout, _ratio(name, cache, layer.kv_cache, spec)))
     return WorkerReport(tuple(reports)), found
 
 
@@ -76,9 +72,7 @@ def layer_number(name: str) -> int:
     """The model's layer number in a layer's name ("model.layers.7.self_attn.attn" -> 7)."""
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     if len(numbers) != 1:
-        raise ConfigError(
-            f"layer {name}: cannot tell its number from its name, tplayout cannot serve this model"
-        )
+        raise ConfigError(f"layer {name}: cannot tell its number from its name, tplayout cannot serve this model")
     return numbers[0]
 
 
@@ -121,21 +115,13 @@ def _check_kind(name: str, layer: Any, spec: Any) -> None:
         if isinstance(spec, kind):
             raise ConfigError(f"layer {name} ({text}) is not supported by TPLayoutConnector; run without it")
     if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
-        raise ConfigError(
-            f"layer {name} ({type(spec).__name__}) is of a kind that TPLayoutConnector does not know"
-        )
+        raise ConfigError(f"layer {name} ({type(spec).__name__}) is of a kind that TPLayoutConnector does not know")
     if getattr(spec, "non_causal", False):
-        raise ConfigError(
-            f"layer {name} attends non-causally: its KV depends on later tokens and cannot be shared"
-        )
+        raise ConfigError(f"layer {name} attends non-causally: its KV depends on later tokens and cannot be shared")
     if getattr(spec, "rswa_window", None) or getattr(spec, "attention_chunk_size", None):
-        raise ConfigError(
-            f"layer {name} ({type(spec).__name__}) drops tokens in a way TPLayoutConnector does not know"
-        )
+        raise ConfigError(f"layer {name} ({type(spec).__name__}) drops tokens in a way TPLayoutConnector does not know")
     if getattr(spec, "tokens_per_state", 1) != 1:
-        raise ConfigError(
-            f"layer {name} stores {spec.tokens_per_state} tokens a state, TPLayoutConnector only 1"
-        )
+        raise ConfigError(f"layer {name} stores {spec.tokens_per_state} tokens a state, TPLayoutConnector only 1")
 
 
 def _dtype(name: str, layer: Any, spec: Any) -> str:
@@ -147,9 +133,7 @@ def _dtype(name: str, layer: Any, spec: Any) -> str:
         from vllm.platforms import current_platform
 
         if _FP8[stated] == "F8_E4M3" and current_platform.is_fp8_fnuz():
-            raise ConfigError(
-                f"layer {name}: this GPU's fp8 (fnuz) is not the fp8 that others read; use another dtype"
-            )
+            raise ConfigError(f"layer {name}: this GPU's fp8 (fnuz) is not the fp8 that others read; use another dtype")
         return _FP8[stated]
     raise ConfigError(
         f"layer {name}: KV dtype {stated} ({spec.dtype}) is not supported by TPLayoutConnector; "
@@ -181,7 +165,5 @@ def _ratio(name: str, registered: torch.Tensor, bound: torch.Tensor, spec: Any) 
     """Kernel blocks in one block of the scheduler's table."""
     tokens = int(bound.shape[-2])
     if spec.block_size % tokens or bound.data_ptr() != registered.data_ptr():
-        raise ConfigError(
-            f"layer {name}: blocks of {spec.block_size} tokens are not made of kernel blocks of {tokens}"
-        )
+        raise ConfigError(f"layer {name}: blocks of {spec.block_size} tokens are not made of kernel blocks of {tokens}")
     return int(spec.block_size) // tokens

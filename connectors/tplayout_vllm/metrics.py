@@ -53,9 +53,7 @@ class TPLayoutStats(KVConnectorStats):
     ) -> TPLayoutStats:
         """Only what is not zero is sent; gauges always."""
         parts = {"counters": counters, SKIPS: skips or {}}
-        data: dict[str, Any] = {
-            part: {k: v for k, v in values.items() if v} for part, values in parts.items()
-        }
+        data: dict[str, Any] = {part: {k: v for k, v in values.items() if v} for part, values in parts.items()}
         return cls(data={**data, "gauges": dict(gauges or {})})
 
     def reset(self) -> None:
@@ -120,9 +118,7 @@ class TPLayoutPromMetrics(KVConnectorPromMetrics):
                 self._gauges[name].labels(*labels).set(value)
 
 
-def prom_metrics(
-    vllm_config: Any, metric_types: Any, labelnames: Any, per_engine: Any
-) -> TPLayoutPromMetrics:
+def prom_metrics(vllm_config: Any, metric_types: Any, labelnames: Any, per_engine: Any) -> TPLayoutPromMetrics:
     """What `build_prom_metrics` returns; the types are checked so that another metrics backend fails at start."""
     assert Gauge in metric_types and Counter in metric_types
     return TPLayoutPromMetrics(vllm_config, metric_types, labelnames, per_engine)

@@ -81,14 +81,10 @@ def parse_options(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envi
             raise _wrong(name, f"is no option of TPLayoutConnector; {hint}")
     url = extra.get("url")
     if not isinstance(url, str) or not url.strip():
-        raise _wrong(
-            "url", "is required: where to keep KV, for example file:///var/cache/kv or s3://bucket/prefix"
-        )
+        raise _wrong("url", "is required: where to keep KV, for example file:///var/cache/kv or s3://bucket/prefix")
     storage = extra.get("storage_options", {})
     if not isinstance(storage, Mapping):
-        raise _wrong(
-            "storage_options", f"must be an object of the file system's options, not {_kind(storage)}"
-        )
+        raise _wrong("storage_options", f"must be an object of the file system's options, not {_kind(storage)}")
     return Options(
         url=url,
         storage_options=dict(storage),

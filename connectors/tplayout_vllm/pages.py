@@ -78,9 +78,7 @@ class Run:
         else:
             view[:, block, :, start : start + values.shape[2]].copy_(values.transpose(0, 1))
 
-    def kernel_blocks(
-        self, block_ids: Sequence[int], first: int, last: int
-    ) -> list[tuple[int, int, int, int]]:
+    def kernel_blocks(self, block_ids: Sequence[int], first: int, last: int) -> list[tuple[int, int, int, int]]:
         """Where tokens [first, last) of a request lie, as (kernel block, token in block, token, count) in order.
 
         `block_ids` is the request's block table from its token 0, in the scheduler's blocks.

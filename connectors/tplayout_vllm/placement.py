@@ -32,14 +32,9 @@ def place(reports: Mapping[Rank, WorkerReport], chunk_tokens: int, kv_heads: int
     layers = _merge(reports)
     members: dict[tuple[object, ...], list[LayerReport]] = {}
     for layer in sorted(layers.values(), key=lambda x: x.index):
-        members.setdefault((layer.latent, layer.window, layer.parts, layer.dtype, layer.heads), []).append(
-            layer
-        )
+        members.setdefault((layer.latent, layer.window, layer.parts, layer.dtype, layer.heads), []).append(layer)
     groups = [_group(rows, kv_heads, tp_size) for rows in members.values()]
-    groups = [
-        Group(**{**vars(g), "name": _unique(g.name, [h.name for h in groups[:i]])})
-        for i, g in enumerate(groups)
-    ]
+    groups = [Group(**{**vars(g), "name": _unique(g.name, [h.name for h in groups[:i]])}) for i, g in enumerate(groups)]
     places = {x.name: (g, p) for g, rows in enumerate(members.values()) for p, x in enumerate(rows)}
     held = {rank: {layer.index for layer in report.layers} for rank, report in reports.items()}
     writers = tuple(_writers(group, held, tp_size) for group in groups)
@@ -58,9 +53,7 @@ def _merge(reports: Mapping[Rank, WorkerReport]) -> dict[int, LayerReport]:
                     "TPLayoutConnector needs ranks that agree"
                 )
     if not layers:
-        raise ConfigError(
-            "no worker reported an attention layer: there is no KV for TPLayoutConnector to store"
-        )
+        raise ConfigError("no worker reported an attention layer: there is no KV for TPLayoutConnector to store")
     return layers
 
 

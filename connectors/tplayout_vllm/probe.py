@@ -112,9 +112,7 @@ def discover(
     return PageLayout(shapes[0][0], block_stride, tuple(parts))
 
 
-def _calibrate(
-    put: Callable[[torch.Tensor], torch.Tensor], sizes: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _calibrate(put: Callable[[torch.Tensor], torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Where values land, and the bit pattern of each digit at each of these places.
 
     Patterns are kept a place, not globally, because K and V may be stored with different scales.
@@ -131,9 +129,7 @@ def _calibrate(
     codes = torch.stack([row[where] for row in rows])
     for place in (0, -1):
         if len(codes[:, place].unique()) != _BASE:
-            raise LayoutUnknown(
-                "different values are stored as the same bits: the page is quantised too coarsely"
-            )
+            raise LayoutUnknown("different values are stored as the same bits: the page is quantised too coarsely")
     return where, codes
 
 
@@ -199,8 +195,6 @@ def _latent_op(layer: Any, dtype: torch.dtype) -> tuple[list[tuple[int, int]], _
 
     def op(values: Sequence[torch.Tensor], view: torch.Tensor, slots: torch.Tensor) -> None:
         latent, rope = ((v * scale).to(dtype).contiguous() for v in values)
-        impl.do_kv_cache_update(
-            latent[:, 0].contiguous(), rope, view, slots, impl.kv_cache_dtype, layer._k_scale
-        )
+        impl.do_kv_cache_update(latent[:, 0].contiguous(), rope, view, slots, impl.kv_cache_dtype, layer._k_scale)
 
     return [(1, int(impl.kv_lora_rank)), (1, int(impl.qk_rope_head_dim))], op

@@ -43,9 +43,7 @@ class Tracked:
 class SchedulerSide:
     """Decides for one engine. loads/saves: whether the server's kv_role reads from or writes to the store."""
 
-    def __init__(
-        self, stager: Stager, staging: StagingRef, namespace: bytes, loads: bool, saves: bool
-    ) -> None:
+    def __init__(self, stager: Stager, staging: StagingRef, namespace: bytes, loads: bool, saves: bool) -> None:
         self._stager = stager
         self._staging = staging
         self._namespace = namespace
@@ -53,9 +51,7 @@ class SchedulerSide:
         self._groups = tuple(range(len(staging.geometry.groups)))
         self._loads, self._saves = loads, saves
         self._tracked: dict[str, Tracked] = {}
-        self._loading: set[str] = (
-            set()
-        )  # survives the request: an aborted one lets go of its slots when its load ends
+        self._loading: set[str] = set()  # survives the request: an aborted one lets go of its slots when its load ends
         self._pending: list[Transfer] = []
         self._waiting: set[str] = set()
         self.skipped: dict[str, int] = {}
@@ -208,9 +204,7 @@ class SchedulerSide:
             return
         parent = tracked.chunks[-1].key if tracked.chunks else ROOT
         ids = tracked.request.all_token_ids[have * self._chunk : want * self._chunk]
-        tracked.chunks += chain(
-            self._namespace, ids, self._chunk, lambda _: tracked.extras, parent=parent, start=have
-        )
+        tracked.chunks += chain(self._namespace, ids, self._chunk, lambda _: tracked.extras, parent=parent, start=have)
 
     # -- upkeep --------------------------------------------------------------------------------------------------
 

@@ -36,12 +36,7 @@ def _own_cgroup(root: Path) -> list[Path]:
     except OSError:
         return []
     own = [root / line.split("::", 1)[1].lstrip("/") for line in lines if line.startswith("0::")]
-    return [
-        parent / "memory.max"
-        for path in own
-        for parent in (path, *path.parents)
-        if parent.is_relative_to(root)
-    ]
+    return [parent / "memory.max" for path in own for parent in (path, *path.parents) if parent.is_relative_to(root)]
 
 
 def available_memory(meminfo: str | None = None) -> int:

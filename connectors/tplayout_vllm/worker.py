@@ -67,9 +67,7 @@ class WorkerSide:
                 self._scatter(self._attach(step.staging), transfer)
             except Exception:
                 # The engine recomputes the request: a cache must not take it down.
-                logger.exception(
-                    "tplayout: loading request %s failed, it is computed instead", transfer.request
-                )
+                logger.exception("tplayout: loading request %s failed, it is computed instead", transfer.request)
                 failed = True
             self._copies.after(_putter(self._ended, transfer.request, failed))
             self._count("load_copy_seconds", time.perf_counter() - started)
@@ -84,9 +82,7 @@ class WorkerSide:
             try:
                 self._gather(self._attach(step.staging), transfer)
             except Exception:
-                logger.exception(
-                    "tplayout: saving request %s failed, its chunks are not stored", transfer.request
-                )
+                logger.exception("tplayout: saving request %s failed, its chunks are not stored", transfer.request)
                 self._give_up(transfer)
             self._count("save_copy_seconds", time.perf_counter() - started)
 
@@ -145,25 +141,18 @@ class WorkerSide:
 class _Attached:
     """The staging region as one rank sees it: which cells are its own, and where they lie in a slot."""
 
-    def __init__(
-        self, ref: StagingRef, layers: Sequence[FoundLayer], tp: tuple[int, int], pp_rank: int
-    ) -> None:
+    def __init__(self, ref: StagingRef, layers: Sequence[FoundLayer], tp: tuple[int, int], pp_rank: int) -> None:
         self.ref = ref
         self._region = Region.attach(ref.region)
         self.memory = torch.frombuffer(self._region.memory, dtype=torch.uint8)
         geometry = ref.geometry
-        self._layouts = [
-            chunk_layout(geometry, g, ref.digest, ref.key_id) for g in range(len(geometry.groups))
-        ]
+        self._layouts = [chunk_layout(geometry, g, ref.digest, ref.key_id) for g in range(len(geometry.groups))]
         self._heads = [head_range(group.heads, *tp) for group in geometry.groups]
         self.writes = [writes(group.heads, *tp) for group in geometry.groups]
         self._marks = {g: ref.writers[g].index((pp_rank, tp[1])) for g in ref.marks_of((pp_rank, tp[1]))}
         placed = [(layer, *ref.places[layer.name]) for layer in layers if layer.name in ref.places]
         self.runs = group_runs(
-            [
-                LayerPages(x.name, x.table, group, position, x.cache, x.layout, x.ratio)
-                for x, group, position in placed
-            ]
+            [LayerPages(x.name, x.table, group, position, x.cache, x.layout, x.ratio) for x, group, position in placed]
         )
 
     def cells(self, copy: ChunkCopy, group: int, layers: range) -> Canonical:

@@ -52,8 +52,6 @@ def test_available_memory() -> None:
     assert available_memory() > 0
 
 
-@pytest.mark.parametrize(
-    ("wanted", "cpus", "count"), [(None, 2, 1), (None, 16, 2), (None, 256, 4), (3, 2, 3)]
-)
+@pytest.mark.parametrize(("wanted", "cpus", "count"), [(None, 2, 1), (None, 16, 2), (None, 256, 4), (3, 2, 3)])
 def test_io_processes(wanted: int | None, cpus: int, count: int) -> None:
     assert io_processes(wanted, cpus) == count
