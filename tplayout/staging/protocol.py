@@ -54,7 +54,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Once all writers have marked `generation`: digest, publish. replace: put over an object that is there."""
+    """Once all writers have marked `generation`: digest and publish.
+
+    replace: put over an object that is there, too. sealed: the slot is complete already, only publish.
+    """
 
     job: int
     slot: int
@@ -62,6 +65,7 @@ class Save:
     groups: tuple[int, ...]
     key: str
     replace: bool
+    sealed: bool
 
 
 @dataclass(frozen=True)
@@ -113,8 +117,8 @@ class Sealed:
 class Saved:
     """The end of a save.
 
-    outcome: saved, void (a writer gave up), late (not marked in time), error or cancelled. stored: groups that
-    are in the store now. written: bytes put by us (0 where the object was there already).
+    outcome: saved, void (a writer gave up), late (not marked in time), error or cancelled. stored: groups
+    that are in the store now. written: bytes put by us (0 where the object was there already).
     """
 
     job: int
@@ -173,7 +177,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """The inverse of `encode`. Raises ProtocolError unless it has exactly the fields and types of its kind."""
+    """The inverse of `encode`. Raises ProtocolError unless the fields and their types are exactly right."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

@@ -66,9 +66,7 @@ class RegionPlan:
     def __post_init__(self) -> None:
         groups = len(self.object_bytes)
         if self.slots < 1 or groups < 1 or len(self.writers) != groups:
-            raise RegionError(
-                f"no region of {self.slots} slots, {groups} objects each, writers {self.writers}"
-            )
+            raise RegionError(f"no region of {self.slots} slots, {groups} objects each, writers {self.writers}")
         if min(self.object_bytes) < 1 or min(self.writers) < 1:
             raise RegionError(f"no region with objects of {self.object_bytes} bytes, writers {self.writers}")
 

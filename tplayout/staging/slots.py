@@ -1,9 +1,9 @@
 """Which slot holds which chunk: bookkeeping of the staging pool, without any I/O.
 
-A slot belongs to one key (chunk) at a time; each of its parts (one a group) has a state of its own, so that a chunk's
-groups can be loaded and saved apart. A pinned or busy slot is never given to another key; idle slots keep their
-content, least recently used first out. Each new key gets the slot a generation that it has not had before, which
-is how a late writer or reader is told from the right one.
+A slot belongs to one key (chunk) at a time; each of its parts (one a group) has a state of its own, so that
+a chunk's groups can be loaded and saved apart. A pinned or busy slot is never given to another key; idle
+slots keep their content, least recently used first out. Each new key gets the slot a generation that it has
+not had before, which is how a late writer or reader is told from the right one.
 """
 
 from collections import Counter, OrderedDict
@@ -99,7 +99,7 @@ class SlotTable:
         return len(self._slots) - self._retired
 
     def acquire(self, key: bytes, groups: Iterable[int], state: Part) -> int | None:
-        """A slot for a key that has none, with `groups` in `state` (FILLING or LOADING); None if all are in use."""
+        """A slot for a key that has none, with `groups` in `state`; None if all slots are in use."""
         if key in self._by_key:
             raise ValueError("the key has a slot already")
         slot = self._take()

@@ -1,0 +1,159 @@
+"""What an I/O process does with one slot: fetch and verify, or seal and publish.
+
+Layer: storage and format on the region's memory. Knows no sockets, threads or queues, so tests run it
+in-process.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+
+from tplayout.errors import FormatError, NotFound, Reason, StorageError, StorageErrorKind
+from tplayout.format.chunk import ChunkLayout, read_chunk_id, verify, write_digests
+from tplayout.format.digest import CellHasher
+from tplayout.format.keys import namespace_object, object_name
+from tplayout.staging.protocol import Load, Loaded, Probe, Probed, Save, Saved
+from tplayout.staging.region import Region
+from tplayout.storage.base import Store
+
+NAMESPACE_DIFFERS = "namespace-differs"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The fixed things of every job. namespace: 32 bytes; document: namespace.json, or empty."""
+
+    store: Store
+    region: Region
+    layouts: tuple[ChunkLayout, ...]
+    hasher: CellHasher
+    namespace: bytes
+    document: bytes
+
+    @property
+    def namespace_name(self) -> str:
+        """The namespace's directory in the store."""
+        return self.namespace.hex()[:32]
+
+
+def load(bench: Bench, job: Load) -> Loaded:
+    """Fetch each group's object into its place and verify it. Ends at the first that is not right."""
+    started = time.monotonic()
+    key = bytes.fromhex(job.key)
+    done: list[int] = []
+    nbytes, outcome, kind, detail = 0, "ready", "", ""
+    for group in job.groups:
+        name = object_name(bench.namespace_name, key, group)
+        try:
+            nbytes += _fetch(bench, job.slot, group, name, key)
+            done.append(group)
+            continue
+        except NotFound as error:
+            outcome, kind, detail = "miss", error.kind.value, name
+        except FormatError as error:
+            outcome, kind, detail = "damaged", error.reason.value, str(error.at(name))
+        except StorageError as error:
+            outcome, kind, detail = "error", error.kind.value, str(error)
+        break
+    return Loaded(job.job, outcome, tuple(done), kind, detail, nbytes, time.monotonic() - started)
+
+
+def _fetch(bench: Bench, slot: int, group: int, name: str, key: bytes) -> int:
+    """Bytes of the object, which is verified. Raises NotFound, FormatError or StorageError."""
+    layout = bench.layouts[group]
+    view = bench.region.slot(slot, group)
+    try:
+        length = bench.store.get_into(name, view)
+    except StorageError as error:
+        if error.kind == StorageErrorKind.TOO_LARGE:
+            raise FormatError(Reason.TRAILING, error.detail) from None
+        if error.kind == StorageErrorKind.SHORT_READ:
+            raise FormatError(Reason.TRUNCATED, error.detail) from None
+        raise
+    if length != layout.nbytes:
+        raise FormatError(Reason.TRUNCATED, f"{length} bytes, must be {layout.nbytes}")
+    verify(view, layout, bench.namespace, key, bench.hasher)
+    return length
+
+
+def seal(bench: Bench, job: Save) -> None:
+    """Complete the objects whose cells the writers have written.
+
+    Raises FormatError wrong-key if the tokens that the slot holds are not those of the job.
+    """
+    key = bytes.fromhex(job.key)
+    for group in job.groups:
+        layout = bench.layouts[group]
+        view = bench.region.slot(job.slot, group)
+        found = read_chunk_id(view, layout, bench.namespace).key
+        if found != key:
+            raise FormatError(Reason.WRONG_KEY, f"slot {job.slot} holds {found.hex()}, not {job.key}")
+        write_digests(view, layout, key, bench.hasher)
+
+
+class Publisher:
+    """Puts sealed slots into the store, and namespace.json before the first of them."""
+
+    def __init__(self, bench: Bench) -> None:
+        """Nothing is known about the store yet."""
+        self._bench = bench
+        self._lock = threading.Lock()
+        self._documented = not bench.document
+
+    def publish(self, job: Save) -> Saved:
+        """Put each group's object, unless it is there and need not be replaced. The slot must be sealed."""
+        started = time.monotonic()
+        stored: list[int] = []
+        written, outcome, kind, detail = 0, "saved", "", ""
+        try:
+            self._document()
+            missing = self._missing(job)
+            stored = [group for group in job.groups if group not in missing]
+            for group in missing:
+                view = self._bench.region.slot(job.slot, group)
+                self._bench.store.put(self._name(job, group), view)
+                written += len(view)
+                stored.append(group)
+        except StorageError as error:
+            outcome, kind, detail = "error", error.kind.value, str(error)
+        except FormatError as error:
+            outcome, kind, detail = "error", NAMESPACE_DIFFERS, str(error)
+        return Saved(job.job, outcome, tuple(stored), kind, detail, written, time.monotonic() - started)
+
+    def _name(self, job: Save, group: int) -> str:
+        return object_name(self._bench.namespace_name, bytes.fromhex(job.key), group)
+
+    def _missing(self, job: Save) -> list[int]:
+        if job.replace:
+            return list(job.groups)
+        try:
+            there = self._bench.store.exists([self._name(job, group) for group in job.groups])
+        except StorageError:  # some stores allow to put but not to ask
+            return list(job.groups)
+        return [group for group, found in zip(job.groups, there, strict=True) if not found]
+
+    def _document(self) -> None:
+        """Write namespace.json if it is missing. Raises FormatError if another one is there."""
+        with self._lock:
+            if self._documented:
+                return
+            name = namespace_object(self._bench.namespace_name)
+            try:
+                found = self._bench.store.get(name)
+            except NotFound:
+                self._bench.store.put(name, self._bench.document)
+                found = self._bench.document
+            if found != self._bench.document:
+                raise FormatError(Reason.WRONG_NAMESPACE, "the store has another document", name)
+            self._documented = True
+
+
+def probe(bench: Bench, job: Probe) -> Probed:
+    """Read namespace.json: whether it is there does not matter, only that the store answers."""
+    try:
+        bench.store.get(namespace_object(bench.namespace_name))
+    except NotFound:
+        pass
+    except StorageError as error:
+        return Probed(job.job, error.kind.value, str(error))
+    return Probed(job.job, "", "")
