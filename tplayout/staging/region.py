@@ -154,6 +154,11 @@ class Region:
         """The region's descriptor, to be inherited by an I/O process."""
         return self._fd
 
+    @property
+    def memory(self) -> memoryview:
+        """The whole mapping, for page-locking it."""
+        return self._bytes
+
     def slot(self, slot: int, group: int) -> memoryview:
         """The object of one group in one slot: writable, exactly as long as the object."""
         if not 0 <= slot < self.plan.slots:
