@@ -12,11 +12,9 @@ from tplayout.errors import FormatError, NotFound, Reason, StorageError, Storage
 from tplayout.format.chunk import ChunkLayout, read_chunk_id, verify, write_digests
 from tplayout.format.digest import CellHasher
 from tplayout.format.keys import namespace_object, object_name
-from tplayout.staging.protocol import Load, Loaded, Probe, Probed, Save, Saved
+from tplayout.staging.protocol import NAMESPACE_DIFFERS, Load, Loaded, Probe, Probed, Save, Saved
 from tplayout.staging.region import Region
 from tplayout.storage.base import Store
-
-NAMESPACE_DIFFERS = "namespace-differs"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,15 @@ class Part(StrEnum):
     LIMBO = "limbo"  # given up, but a writer may still write
 
 
+@dataclass(frozen=True)
+class SlotRef:
+    """The objects of some groups in one slot, as of one generation."""
+
+    slot: int
+    generation: int
+    groups: tuple[int, ...]
+
+
 READABLE = frozenset({Part.PUBLISHING, Part.CLEAN})
 _STEPS = {
     Part.EMPTY: {Part.FILLING, Part.LOADING},

@@ -1,0 +1,257 @@
+"""Lookups: how much of a prefix is in memory, verified, and kept there for whoever asked.
+
+A lookup stages its chunks in order and ends at the first that cannot be had. Each pins what it has got, so
+that what it reported stays true until it is claimed or let go. Lookups take turns in handing out loads, and
+one that cannot get a slot ends with what it has, so that two of them never wait for each other.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tplayout.format.keys import ChunkId
+from tplayout.staging.loads import Loads, Staged
+from tplayout.staging.pool import Pool
+from tplayout.staging.slots import Part, SlotRef
+
+
+@dataclass(frozen=True)
+class LookupState:
+    """ready: verified chunks in a row, from the first. done: it will not become more. reason: why it ended there.
+
+    Reasons: complete, miss, damaged, deadline, no-slot, store-suspended, io-down, io-lost, "error: <kind>",
+    "save <outcome>", in-limbo; empty while it goes on.
+    """
+
+    ready: int
+    done: bool
+    reason: str
+
+
+@dataclass
+class _Lookup:
+    """staged: slots of the first chunks, all pinned. limit: chunks that can still be had."""
+
+    name: str
+    chunks: Sequence[ChunkId]
+    groups: Sequence[tuple[int, ...]]
+    limit: int
+    asked: float
+    why: str = "complete"
+    staged: list[int] = field(default_factory=list)
+    ready: int = 0
+    deadline: float | None = None
+    starved_since: float | None = None
+    done: bool = False
+    parked: bool = False
+    claimed: list[int] | None = None
+
+
+class Lookups:
+    """All lookups that have not been released."""
+
+    def __init__(self, pool: Pool, loads: Loads) -> None:
+        """No lookups."""
+        self._pool = pool
+        self._loads = loads
+        self._all: dict[str, _Lookup] = {}
+        self._wanting: OrderedDict[str, _Lookup] = OrderedDict()  # have chunks to stage; the next one first
+        self._watchers: defaultdict[int, dict[str, int]] = defaultdict(dict)  # slot -> lookup -> position
+        self._unseen: set[str] = set()
+
+    def start(self, name: str, chunks: Sequence[ChunkId], groups: Sequence[tuple[int, ...]]) -> None:
+        """Begin to stage. Raises ValueError if there is a lookup of that name."""
+        if name in self._all:
+            raise ValueError(f"lookup {name!r} exists already")
+        lookup = _Lookup(name, chunks, groups, len(chunks), self._pool.clock())
+        self._all[name] = self._wanting[name] = lookup
+        self._stage(lookup)
+        self._advance(lookup)
+        self.pump()
+
+    def state(self, name: str) -> LookupState:
+        """How far it is. The first question starts its deadline."""
+        lookup = self._all[name]
+        lookup.asked = self._pool.clock()
+        if lookup.deadline is None:
+            lookup.deadline = lookup.asked + self._pool.plan.load_deadline_s
+        if lookup.parked:
+            self._resume(lookup)
+        if lookup.done:
+            self._unseen.discard(name)
+        return LookupState(lookup.ready, lookup.done, lookup.why if lookup.done else "")
+
+    def claim(self, name: str, first: int, last: int) -> list[SlotRef]:
+        """The slots of the ready chunks first .. last-1, pinned until `release`; the lookup lets go of the rest."""
+        lookup = self._all[name]
+        if lookup.claimed is not None or not 0 <= first <= last <= lookup.ready:
+            raise ValueError(f"lookup {name!r}: cannot claim {first} to {last} of {lookup.ready} ready chunks")
+        claimed = lookup.staged[first:last]
+        for slot in claimed:
+            self._pool.table.pin(slot)
+        lookup.claimed = claimed
+        self._finish(lookup, "claimed")
+        refs = [
+            SlotRef(slot, self._pool.table.generation(slot), lookup.groups[index])
+            for index, slot in enumerate(claimed, first)
+        ]
+        self._unstage(lookup, 0)
+        return refs
+
+    def cancel(self, name: str) -> None:
+        """Nobody waits for the lookup any more. What it has claimed stays until `release`."""
+        if name in self._all and self._all[name].claimed is None:
+            self.release(name)
+
+    def release(self, name: str) -> None:
+        """Drop the lookup and all its pins. Idempotent."""
+        lookup = self._all.pop(name, None)
+        if lookup is None:
+            return
+        self._wanting.pop(name, None)
+        self._unseen.discard(name)
+        self._unstage(lookup, 0)
+        # From the tail, so that the least recently used of these is evicted before what it depends on.
+        for slot in reversed(lookup.claimed or ()):
+            self._pool.table.unpin(slot)
+
+    def slot_changed(self, slot: int, why: str) -> None:
+        """A job on the slot has ended, or sealed it. why: the reason if something is not readable now."""
+        for name, index in list(self._watchers[slot].items()):
+            lookup = self._all[name]
+            parts = [self._pool.table.part(slot, group) for group in lookup.groups[index]]
+            if Part.EMPTY not in parts and Part.LIMBO not in parts:
+                self._advance(lookup)
+            elif why == "cancelled":  # for another lookup's sake, before this one wanted the chunk
+                self._unstage(lookup, index)
+                self._wanting[name] = lookup
+            else:
+                self._stop(lookup, index, why)
+        if not self._watchers[slot]:
+            del self._watchers[slot]
+
+    def pump(self) -> None:
+        """Hand out loads, one a lookup in turn, while there are slots and credits."""
+        again = True
+        while again:
+            again = False
+            for lookup in list(self._wanting.values()):
+                if self._pool.loads_in_flight >= self._pool.plan.most_loads:
+                    return
+                again |= self._stage(lookup)
+                self._advance(lookup)
+
+    def enforce_deadlines(self) -> None:
+        """End the lookups that have waited long enough, for their chunks or for a slot."""
+        now = self._pool.clock()
+        hungry = now - self._pool.plan.slot_wait_s
+        for lookup in [lookup for lookup in self._all.values() if not lookup.done]:
+            if lookup.deadline is not None and now >= lookup.deadline:
+                self._finish(lookup, "deadline")
+            elif lookup.starved_since is not None and lookup.starved_since <= hungry:
+                self._stop(lookup, len(lookup.staged), Staged.NO_SLOT)
+
+    def next_deadline(self) -> float | None:
+        """When `enforce_deadlines` has something to do next, as far as it is known."""
+        wait = self._pool.plan.slot_wait_s
+        waiting = [lookup for lookup in self._all.values() if not lookup.done]
+        times = [lookup.deadline for lookup in waiting if lookup.deadline is not None]
+        times += [lookup.starved_since + wait for lookup in waiting if lookup.starved_since is not None]
+        return min(times, default=None)
+
+    def take_completed(self) -> bool:
+        """Whether lookups were completed of which nobody knows. Reported once."""
+        completed = bool(self._unseen)
+        self._unseen.clear()
+        return completed
+
+    def _stage(self, lookup: _Lookup) -> bool:
+        """Stage chunks up to and including one load. True if there is more to do when its turn comes again."""
+        while len(lookup.staged) < lookup.limit:
+            index = len(lookup.staged)
+            slot, what = self._loads.stage(lookup.chunks[index], lookup.groups[index])
+            if slot is None:
+                if what is Staged.NO_SLOT:
+                    if self._make_room(lookup):
+                        continue
+                    self._starve(lookup)
+                elif what is not Staged.NO_CREDIT:
+                    self._stop(lookup, index, what)
+                return False
+            self._pool.table.pin(slot)
+            lookup.staged.append(slot)
+            lookup.starved_since = None
+            self._watchers[slot][lookup.name] = index
+            if what is Staged.BEGUN:
+                self._wanting.move_to_end(lookup.name)
+                return True
+        self._wanting.pop(lookup.name, None)
+        return False
+
+    def _advance(self, lookup: _Lookup) -> None:
+        """Count what has become readable, and end if that is all."""
+        reach = min(lookup.limit, len(lookup.staged))
+        while lookup.ready < reach:
+            if not self._pool.table.readable(lookup.staged[lookup.ready], lookup.groups[lookup.ready]):
+                break
+            lookup.ready += 1
+        if lookup.ready == lookup.limit and not lookup.done:
+            self._finish(lookup, lookup.why)
+
+    def _stop(self, lookup: _Lookup, index: int, why: str) -> None:
+        """The chunk at `index` cannot be had, so nothing from there on can."""
+        if why == "miss":
+            for chunk, groups in zip(lookup.chunks[index:], lookup.groups[index:], strict=True):
+                self._pool.known.forget(chunk.key, groups)
+        if index < lookup.limit:
+            lookup.limit, lookup.why = index, str(why)
+            lookup.starved_since = None
+            self._wanting.pop(lookup.name, None)
+            self._unstage(lookup, index)
+        self._advance(lookup)
+
+    def _finish(self, lookup: _Lookup, why: str) -> None:
+        if lookup.done:
+            return
+        lookup.done, lookup.why, lookup.limit = True, why, lookup.ready
+        lookup.starved_since = None
+        self._pool.counters[f"lookups.{why}"] += 1
+        self._wanting.pop(lookup.name, None)
+        self._unstage(lookup, lookup.ready)
+        self._unseen.add(lookup.name)
+
+    def _unstage(self, lookup: _Lookup, index: int) -> None:
+        """Let go of the chunks from `index` on."""
+        for slot in reversed(lookup.staged[index:]):
+            self._watchers[slot].pop(lookup.name, None)
+            self._pool.table.unpin(slot)
+            self._loads.drop_if_unwanted(slot)
+        del lookup.staged[index:]
+
+    def _starve(self, lookup: _Lookup) -> None:
+        """There is no slot. End at once if all are its own; else wait a little, once nothing of its own is coming."""
+        if len(lookup.staged) >= self._pool.table.usable:
+            self._stop(lookup, len(lookup.staged), Staged.NO_SLOT)
+        elif lookup.starved_since is None and lookup.ready == len(lookup.staged):
+            lookup.starved_since = self._pool.clock()
+
+    def _make_room(self, needy: _Lookup) -> bool:
+        """Park the unclaimed lookup that has been asked about least recently, if that is long ago."""
+        limit = self._pool.clock() - self._pool.plan.unasked_s
+        idle = [lookup for lookup in self._all.values() if lookup.staged and lookup.asked < limit]
+        idle = [lookup for lookup in idle if lookup is not needy]
+        if not idle:
+            return False
+        lookup = min(idle, key=lambda lookup: lookup.asked)
+        self._wanting.pop(lookup.name, None)
+        self._unseen.discard(lookup.name)
+        self._unstage(lookup, 0)
+        lookup.parked, lookup.done, lookup.ready, lookup.starved_since = True, False, 0, None
+        return True
+
+    def _resume(self, lookup: _Lookup) -> None:
+        """Stage a parked lookup anew: most of it is still in memory, as a rule."""
+        lookup.parked, lookup.limit, lookup.why = False, len(lookup.chunks), "complete"
+        lookup.deadline = lookup.asked + self._pool.plan.load_deadline_s
+        self._wanting[lookup.name] = lookup
+        self.pump()

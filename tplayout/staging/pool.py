@@ -1,0 +1,64 @@
+"""The things that loading, saving and lookups share on the scheduler's side: slots, processes, books, counters."""
+
+import itertools
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tplayout.errors import StorageErrorKind
+from tplayout.staging.breaker import Breaker
+from tplayout.staging.io_client import IoPool
+from tplayout.staging.known import Damaged, KnownStored
+from tplayout.staging.plan import StagingPlan
+from tplayout.staging.protocol import Load, Probe, Save
+from tplayout.staging.region import Region
+from tplayout.staging.slots import SlotTable
+
+log = logging.getLogger("tplayout")
+
+# What says something about the store as a whole; other errors are about one object.
+STORE_FAULTS = frozenset(
+    kind.value
+    for kind in (
+        StorageErrorKind.TIMEOUT,
+        StorageErrorKind.UNAVAILABLE,
+        StorageErrorKind.FORBIDDEN,
+        StorageErrorKind.FULL,
+    )
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work handed to an I/O process and not answered yet. key: of the chunk, empty for a probe."""
+
+    work: Load | Save | Probe
+    key: bytes
+
+
+@dataclass
+class Pool:
+    """Shared state. `counters` and `seconds` are sums since the start; `in_flight`: unanswered jobs by id."""
+
+    plan: StagingPlan
+    region: Region
+    table: SlotTable
+    io: IoPool
+    known: KnownStored
+    damaged: Damaged
+    reads: Breaker
+    writes: Breaker
+    clock: Callable[[], float]
+    counters: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    in_flight: dict[int, Job] = field(default_factory=dict)
+    loads_in_flight: int = 0
+    ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+
+    def submit(self, work: Load | Save | Probe, key: bytes = b"") -> bool:
+        """Hand out a job. False if no I/O process takes it."""
+        if not self.io.submit(work):
+            return False
+        self.in_flight[work.job] = Job(work, key)
+        return True
