@@ -8,7 +8,8 @@ import threading
 import time
 from dataclasses import dataclass
 
-from tplayout.errors import FormatError, NotFound, Reason, StorageError, StorageErrorKind
+from tplayout.cache.namespace import check_document
+from tplayout.errors import FormatError, NamespaceMismatch, NotFound, Reason, StorageError, StorageErrorKind
 from tplayout.format.chunk import ChunkLayout, read_chunk_id, verify, write_digests
 from tplayout.format.digest import CellHasher
 from tplayout.format.keys import namespace_object, object_name
@@ -114,7 +115,7 @@ class Publisher:
                 stored.append(group)
         except StorageError as error:
             outcome, kind, detail = "error", error.kind.value, str(error)
-        except FormatError as error:
+        except (FormatError, NamespaceMismatch) as error:
             outcome, kind, detail = "error", NAMESPACE_DIFFERS, str(error)
         return Saved(job.job, outcome, tuple(stored), kind, detail, written, time.monotonic() - started)
 
@@ -131,7 +132,7 @@ class Publisher:
         return [group for group, found in zip(job.groups, there, strict=True) if not found]
 
     def _document(self) -> None:
-        """Write namespace.json if it is missing. Raises FormatError if another one is there."""
+        """Write namespace.json if it is missing. Raises FormatError or NamespaceMismatch if another one is there."""
         with self._lock:
             if self._documented:
                 return
@@ -141,8 +142,8 @@ class Publisher:
             except NotFound:
                 self._bench.store.put(name, self._bench.document)
                 found = self._bench.document
-            if found != self._bench.document:
-                raise FormatError(Reason.WRONG_NAMESPACE, "the store has another document", name)
+            if found != self._bench.document:  # the model may just be called something else there
+                check_document(found, self._bench.document, self._bench.namespace_name)
             self._documented = True
 
 

@@ -1,0 +1,98 @@
+"""Opening a namespace: whether what a store holds for an identity is what we would write.
+
+The name for people in namespace.json does not count: servers of the same weights under other names share.
+"""
+
+from tplayout.errors import FormatError, NamespaceMismatch, NotFound, Reason, StorageError, StorageErrorKind
+from tplayout.format.canonical import parse_json
+from tplayout.format.digest import CellHasher, make_hasher
+from tplayout.format.identity import (
+    MAX_DOCUMENT_BYTES,
+    Identity,
+    NamespaceDocument,
+    StorageFacts,
+    parse_namespace_document,
+)
+from tplayout.format.keys import namespace_object
+from tplayout.storage.base import Store
+
+
+def read_namespace(store: Store, identity: Identity) -> NamespaceDocument | None:
+    """The namespace's document, None if there is none.
+
+    Raises StorageError; FormatError for a damaged one; NamespaceMismatch if it is that of another identity.
+    """
+    name = namespace_object(identity.namespace)
+    try:
+        data = store.get(name, max_bytes=MAX_DOCUMENT_BYTES)
+    except NotFound:
+        return None
+    except StorageError as error:
+        if error.kind == StorageErrorKind.TOO_LARGE:
+            raise FormatError(Reason.TOO_LARGE, error.detail, name) from None
+        raise
+    return _parse(data, identity)
+
+
+def check_namespace(store: Store, identity: Identity, document: bytes) -> StorageFacts | None:
+    """How the namespace that exists is stored, None if there is none. Writes nothing.
+
+    document: the namespace.json that we would write. Raises StorageError; and as `check_document`.
+    """
+    found = read_namespace(store, identity)
+    if found is None:
+        return None
+    return _agree(parse_namespace_document(document, identity.namespace), found)
+
+
+def check_document(found: bytes, document: bytes, namespace: str) -> StorageFacts:
+    """The same for a namespace.json that was read already. namespace: 32 hex digits, where it was found.
+
+    Raises NamespaceMismatch that names the first field of identity or storage in which they differ, ours being
+    `document`; FormatError for a damaged one.
+    """
+    ours = parse_namespace_document(document, namespace)
+    return _agree(ours, _parse(found, ours.identity))
+
+
+def open_namespace(store: Store, identity: Identity, secret: bytes | None, create: bool, model: str) -> CellHasher:
+    """The hasher of the namespace: of the one that exists, else of a new one that is written if `create` is set.
+
+    Raises as `read_namespace`; FormatError wrong-secret if the secret is not the namespace's, in either direction;
+    NotFound if there is none and it is not to be created.
+    """
+    name = namespace_object(identity.namespace)
+    found = read_namespace(store, identity)
+    if found is not None:
+        try:
+            return make_hasher(found.storage.digest, secret, found.storage.key_id)
+        except FormatError as error:
+            raise error.at(f"{store.url}: {name}") from None
+    if not create:
+        raise NotFound(f"{store.url}: {name}: nothing is stored for this identity (create=True begins a namespace)")
+    hasher = make_hasher(None, secret)
+    facts = StorageFacts(hasher.name, hasher.key_id)
+    store.put(name, NamespaceDocument(identity, facts, model).to_bytes())
+    return hasher
+
+
+def _parse(data: bytes, identity: Identity) -> NamespaceDocument:
+    """The document found in the identity's directory."""
+    try:
+        return parse_namespace_document(data, identity.namespace)
+    except FormatError as error:
+        if error.reason is Reason.WRONG_NAMESPACE:  # all but the name is right: say what differs
+            theirs = Identity.from_json(parse_json(data, MAX_DOCUMENT_BYTES)["identity"])
+            for field, ours, other in identity.diff(theirs):
+                raise NamespaceMismatch(field, ours, other) from None
+        raise error.at(namespace_object(identity.namespace)) from None
+
+
+def _agree(ours: NamespaceDocument, theirs: NamespaceDocument) -> StorageFacts:
+    for field, mine, other in ours.identity.diff(theirs.identity):
+        raise NamespaceMismatch(field, mine, other)
+    for field in ("codec", "digest", "key_id"):
+        mine, other = getattr(ours.storage, field), getattr(theirs.storage, field)
+        if mine != other:
+            raise NamespaceMismatch(f"storage.{field}", mine, other)
+    return theirs.storage
