@@ -1,0 +1,172 @@
+"""File-system paths that cannot leave a store's root: every component is opened without following links.
+
+Only the root itself, which the user names, may be or contain a symbolic link. Directories are made 0700 and files
+0600 whatever the umask. Functions raise OSError, or NotPlain where something other than a file or directory is met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a planted FIFO must not block
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class NotPlain(Exception):
+    """A link, device or the like stands where a file or directory belongs; str() is its path below the root."""
+
+
+def open_parent(root: str, key: str, create: bool) -> tuple[int, str]:
+    """A descriptor of the directory that holds `key`, for the caller to close, and the last component.
+
+    create: make what is missing, the root included."""
+    *parents, name = key.split("/")
+    return open_directory(root, parents, create), name
+
+
+def open_directory(root: str, components: list[str], create: bool = False) -> int:
+    """A descriptor of a directory below root (root itself for no components), for the caller to close."""
+    fd = _open_root(root, create)
+    for depth, component in enumerate(components):
+        try:
+            below = _open_child(fd, component, create)
+        except NotADirectoryError:
+            path = "/".join(components[: depth + 1])
+            if stat.S_ISREG(os.stat(component, dir_fd=fd, follow_symlinks=False).st_mode):
+                raise
+            raise NotPlain(path) from None
+        finally:
+            os.close(fd)
+        fd = below
+    return fd
+
+
+def open_file(root: str, key: str) -> tuple[int, int]:
+    """A descriptor for reading, for the caller to close, and the size in bytes."""
+    parent, name = open_parent(root, key, create=False)
+    try:
+        fd = os.open(name, _READ, dir_fd=parent)
+    except OSError as exc:
+        if exc.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link; a socket
+            raise NotPlain(key) from None
+        raise
+    finally:
+        os.close(parent)
+    info = os.fstat(fd)
+    if stat.S_ISREG(info.st_mode):
+        return fd, info.st_size
+    os.close(fd)
+    if stat.S_ISDIR(info.st_mode):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
+    raise NotPlain(key)
+
+
+def is_file(root: str, key: str) -> bool:
+    """True if key names a regular file that open_file would open."""
+    try:
+        parent, name = open_parent(root, key, create=False)
+    except (FileNotFoundError, NotADirectoryError, NotPlain):
+        return False
+    try:
+        return stat.S_ISREG(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
+    finally:
+        os.close(parent)
+
+
+def publish(root: str, key: str, temporary: str, write: Callable[[int], None]) -> None:
+    """Let write(fd) fill a new file and rename it to key; on any failure nothing is left and nothing changed.
+
+    temporary: a last component nobody else uses. The directory may vanish at any time: FileNotFoundError."""
+    parent, name = open_parent(root, key, create=True)
+    try:
+        fd = os.open(temporary, _CREATE, 0o600, dir_fd=parent)
+        try:
+            try:
+                os.fchmod(fd, 0o600)  # an odd umask may have taken the owner's bits
+                write(fd)
+            finally:
+                os.close(fd)  # network file systems report a full disk here
+            os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=parent)
+            raise
+    finally:
+        os.close(parent)
+
+
+def unlink(root: str, key: str) -> None:
+    """Remove a file or a link; what is missing, or a directory, is left alone."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError, NotPlain):
+        parent, name = open_parent(root, key, create=False)
+        try:
+            os.unlink(name, dir_fd=parent)
+        finally:
+            os.close(parent)
+
+
+def remove_empty(root: str, directory: str) -> None:
+    """Remove the directory and then its parents, below root, as far as they are empty."""
+    while directory:
+        try:
+            parent, name = open_parent(root, directory, create=False)
+            try:
+                os.rmdir(name, dir_fd=parent)
+            finally:
+                os.close(parent)
+        except (OSError, NotPlain):
+            return
+        directory = directory.rpartition("/")[0]
+
+
+def _open_root(root: str, create: bool) -> int:
+    try:
+        return os.open(root, _DIRECTORY)
+    except FileNotFoundError:
+        if not create:
+            raise
+    _make_directories(root)
+    return os.open(root, _DIRECTORY)
+
+
+def _make_directories(path: str) -> None:
+    """Like os.makedirs, but the parents that it makes are 0700 too."""
+    try:
+        _make_directory(path)
+    except FileNotFoundError:
+        _make_directories(os.path.dirname(path))
+        _make_directory(path)
+
+
+def _make_directory(path: str, dir_fd: int | None = None) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700, dir_fd=dir_fd)
+        if os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode & 0o777 != 0o700:
+            os.chmod(path, 0o700, dir_fd=dir_fd)  # an odd umask
+
+
+def _open_child(fd: int, component: str, create: bool) -> int:
+    """Open a directory below fd without following a link; NotADirectoryError for anything else."""
+    try:
+        return _open_no_follow(fd, component)
+    except FileNotFoundError:
+        if not create:
+            raise
+    _make_directory(component, dir_fd=fd)
+    return _open_no_follow(fd, component)
+
+
+def _open_no_follow(fd: int, component: str) -> int:
+    try:
+        return os.open(component, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+    except OSError as exc:
+        if exc.errno == errno.ELOOP:  # macOS; Linux says ENOTDIR for a link
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), component) from None
+        raise
