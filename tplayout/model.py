@@ -1,0 +1,381 @@
+"""Reads a model directory: its identity, and what its KV cache looks like, for people and tools without an engine.
+
+An engine knows better what it allocates, and the connectors ask it. Where both describe a model the results are
+equal; where this module cannot tell, it refuses by name. A wrong description could only miss: the geometry is
+part of the identity.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tplayout.errors import ConfigError
+from tplayout.format.geometry import Geometry, Group, Kind, Part
+from tplayout.format.identity import Identity
+from tplayout.weights import describe_weights, weights_fingerprint
+
+__all__ = [
+    "describe_groups",
+    "describe_model",
+    "describe_weights",
+    "model_config",
+    "read_config",
+    "resolve_compute_dtype",
+    "resolve_kv_dtype",
+    "weight_quantization",
+    "weights_fingerprint",
+]
+
+CONFIG_FILES = ("config.json", "params.json")
+_MAX_CONFIG_BYTES = 16 * 2**20
+
+# Fields that no KV value depends on. Everything else stays in the identity, known or not: a field too many costs a
+# miss, a field too few wrong text.
+_PROVENANCE = {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "_attn_implementation"}
+_RESOLVED_ELSEWHERE = {"dtype", "torch_dtype"}  # the identity holds the compute dtype that is really used
+_TRAINING = {
+    "attention_dropout",
+    "attn_pdrop",
+    "embd_pdrop",
+    "resid_pdrop",
+    "hidden_dropout",
+    "initializer_range",
+    "output_router_logits",
+    "pretraining_tp",
+    "router_aux_loss_coef",
+    "use_cache",
+}
+_AFTER_THE_LAST_LAYER = {"final_logit_softcapping", "tie_word_embeddings", "logits_scaling"}
+_TEXT_ENDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # which token ids end a text, not what they mean
+_CLASSIFICATION = {"id2label", "label2id", "num_labels", "problem_type"}
+_OUTPUT = {"output_attentions", "output_hidden_states", "return_dict"}
+IRRELEVANT = frozenset(
+    _PROVENANCE | _RESOLVED_ELSEWHERE | _TRAINING | _AFTER_THE_LAST_LAYER | _TEXT_ENDS | _CLASSIFICATION | _OUTPUT
+)
+
+_DTYPES = {"float32": "F32", "float": "F32", "float16": "F16", "half": "F16", "bfloat16": "BF16"}
+_COMPUTE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
+
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "n_kv_heads")
+_WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
+
+# Model types whose latent vLLM caches instead of keys and values. Others with the same fields keep full heads.
+_LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "pangu_ultra_moe"}
+# What a configuration of these types means when it does not list its layers' types: (every n-th layer is full,
+# default window). 0: none is.
+_WINDOW_PATTERNS = {
+    "cohere2": (4, 4096),
+    "gemma2": (2, 4096),
+    "gemma3_text": (6, 4096),
+    "gpt_oss": (2, 128),
+    "mistral": (0, 4096),
+}
+_RECURRENT = ("mamba_", "ssm_", "rwkv", "linear_num_", "conv_L_cache", "lru_width", "time_step_")
+_UNDESCRIBED = {
+    "is_encoder_decoder": "an encoder and cross-attention",
+    "num_kv_shared_layers": "layers that share KV with others",
+    "cross_attention_layers": "cross-attention",
+    "block_configs": "layers of several shapes",
+    "per_layer_config": "layers of several shapes",
+    "index_topk": "an indexer with a cache of its own",
+    "hybrid_layer_pattern": "layers of several shapes",
+    "hybrid_override_pattern": "layers with recurrent state",
+    "layers_block_type": "layers with recurrent state",
+    "attn_layer_period": "layers with recurrent state",
+    "attention_chunk_size": "chunked attention",
+    "use_bidirectional_attention": "attention to later tokens",
+    "global_head_dim": "heads of several sizes",
+}
+
+
+def describe_model(
+    path: str | Path,
+    *,
+    kv_dtype: str = "auto",
+    compute_dtype: str = "auto",
+    chunk_tokens: int = 256,
+    weights_label: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    load_format: str = "auto",
+) -> Identity:
+    """The identity that a vLLM server of this model directory has, if it is started with the same settings.
+
+    kv_dtype, compute_dtype, load_format: vLLM's names (--kv-cache-dtype, --dtype, --load-format). overrides: as in
+    --hf-overrides. Raises ConfigError for what only an engine can tell, naming the field.
+    """
+    config = _overridden(read_config(path), overrides or {})
+    compute = resolve_compute_dtype(config, compute_dtype)
+    groups = describe_groups(config, resolve_kv_dtype(config, kv_dtype, compute))
+    return Identity(
+        weights=describe_weights(path, weights_label, load_format),
+        config=model_config(path, overrides),
+        compute_dtype=compute,
+        quantization=weight_quantization(config),
+        geometry=Geometry(chunk_tokens, groups),
+    )
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The model's own configuration as its file has it. Raises ConfigError if there is none, or no JSON object."""
+    for name in CONFIG_FILES:
+        file = Path(path) / name
+        if not file.is_file():
+            continue
+        try:
+            with file.open("rb") as stream:
+                data = stream.read(_MAX_CONFIG_BYTES + 1)
+            config = json.loads(data) if len(data) <= _MAX_CONFIG_BYTES else None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from None
+        if not isinstance(config, dict):
+            raise ConfigError(f"{file} is not a JSON object of at most {_MAX_CONFIG_BYTES} bytes")
+        return config
+    raise ConfigError(f"{path} is no model directory: it has no {' or '.join(CONFIG_FILES)}")
+
+
+def model_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The `config` of an identity: the model's own configuration without the fields that no KV value depends on.
+
+    Spellings are kept as they are (rope_theta, rope_parameters): what two of them have in common is the engine's
+    business, and taking them for different only costs a miss. Overrides that change something are a member
+    "overrides" of their own, since how an engine merges them is its business too.
+    """
+    config = read_config(path)
+    identity = _relevant(config)
+    changes = {name: value for name, value in _relevant(dict(overrides or {})).items() if _changes(config, name, value)}
+    if changes:
+        identity["overrides"] = changes
+    return identity
+
+
+def _changes(config: dict[str, Any], name: str, value: Any) -> bool:
+    return name not in config or _plain(config[name]) != value
+
+
+def _relevant(config: dict[str, Any]) -> dict[str, Any]:
+    """Without irrelevant fields, in nested model configurations too, as values that JSON has."""
+    kept = {}
+    for name, value in config.items():
+        if name in IRRELEVANT:
+            continue
+        nested = isinstance(value, dict) and name.endswith("_config") and name != "quantization_config"
+        kept[name] = _relevant(value) if nested else _plain(value)
+    return kept
+
+
+def _plain(value: Any) -> Any:
+    """Infinities, NaN and integers beyond a double's precision as text; canonical JSON has no such numbers."""
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 2**53:
+        return str(value)
+    return value
+
+
+def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as vLLM uses it: nested configurations are updated, everything else replaced."""
+    merged = dict(config)
+    for name, value in overrides.items():
+        if name.endswith("_config") and isinstance(value, Mapping) and isinstance(merged.get(name), dict):
+            merged[name] = _overridden(merged[name], value)
+        else:
+            merged[name] = value
+    return merged
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in _TEXT_CONFIGS:
+        if isinstance(config.get(name), dict):
+            return {"model_type": config.get("model_type"), **config[name]}
+    return config
+
+
+def weight_quantization(config: Mapping[str, Any], requested: str | None = None) -> str | None:
+    """How the weights are quantised: the checkpoint's own method, else the one that an engine was asked for.
+
+    Not the engine's name for its kernel (awq and awq_marlin are the same values), which depends on the GPU.
+    """
+    for holder in (config, _text_config(config)):
+        for name in ("quantization_config", "compression_config"):
+            stated = holder.get(name)
+            if isinstance(stated, dict) and isinstance(stated.get("quant_method"), str):
+                return str(stated["quant_method"])
+    return requested
+
+
+def resolve_compute_dtype(config: Mapping[str, Any], dtype: str = "auto") -> str:
+    """The forward pass's dtype: "float32", "float16" or "bfloat16".
+
+    "auto" is what vLLM makes of it: the checkpoint's dtype, but bfloat16 for a float32 checkpoint.
+    """
+    if dtype != "auto":
+        if dtype.removeprefix("torch.") not in _DTYPES:
+            raise ConfigError(f"compute dtype {dtype!r} is unknown: use auto, {', '.join(_DTYPES)}")
+        return _COMPUTE_NAMES[_DTYPES[dtype.removeprefix("torch.")]]
+    text = _text_config(config)
+    stated = next((c[n] for c in (text, config) for n in ("dtype", "torch_dtype") if c.get(n)), None)
+    if not isinstance(stated, str) or stated.removeprefix("torch.") not in _DTYPES:
+        raise ConfigError(f"the model's configuration states dtype {stated!r}: give the compute dtype that is used")
+    resolved = _COMPUTE_NAMES[_DTYPES[stated.removeprefix("torch.")]]
+    return "bfloat16" if resolved == "float32" else resolved
+
+
+def resolve_kv_dtype(config: Mapping[str, Any], kv_dtype: str, compute_dtype: str) -> str:
+    """The KV cache's dtype as safetensors names it. "auto" is the compute dtype."""
+    if kv_dtype == "auto":
+        if _brings_kv_scales(config):
+            raise ConfigError(
+                "the checkpoint states a quantised KV cache (kv_cache_scheme), whose scales only an engine knows: "
+                "give the KV dtype that is used"
+            )
+        return _DTYPES[compute_dtype]
+    if kv_dtype in _FP8:
+        if weight_quantization(config) is not None:
+            raise ConfigError(f"KV dtype {kv_dtype} of a quantised checkpoint has scales that only an engine knows")
+        return _FP8[kv_dtype]
+    if kv_dtype not in _DTYPES:
+        raise ConfigError(f"KV dtype {kv_dtype!r} is unknown: use auto, {', '.join([*_DTYPES, *_FP8])}")
+    return _DTYPES[kv_dtype]
+
+
+def _brings_kv_scales(config: Mapping[str, Any]) -> bool:
+    for holder in (config, _text_config(config)):
+        stated = holder.get("quantization_config")
+        if isinstance(stated, dict) and (stated.get("kv_cache_scheme") or stated.get("kv_cache_quant_algo")):
+            return True
+    return False
+
+
+def describe_groups(config: Mapping[str, Any], dtype: str) -> tuple[Group, ...]:
+    """The groups of layers, in the order of their first layers. dtype: safetensors' name of the KV dtype."""
+    text = _text_config(config)
+    _refuse_undescribed(config)
+    _refuse_undescribed(text)
+    layers = _integer(text, _LAYERS)
+    if text.get("kv_lora_rank"):
+        return (_latent_group(text, layers, dtype),)
+    heads, dim = _heads_and_dim(text)
+    members: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(_windows(text, layers)):
+        members.setdefault(window, []).append(layer)
+    return tuple(
+        _group(
+            "full" if window is None else f"window-{window}",
+            "full" if window is None else "window",
+            numbers,
+            heads,
+            (Part("k", dim), Part("v", dim)),
+            dtype,
+            window,
+        )
+        for window, numbers in members.items()
+    )
+
+
+def _latent_group(text: Mapping[str, Any], layers: int, dtype: str) -> Group:
+    if text.get("model_type") not in _LATENT:
+        _undescribed(text, "kv_lora_rank", "a latent that engines cache in different ways")
+    parts = (Part("latent", _integer(text, ("kv_lora_rank",))), Part("rope", _integer(text, ("qk_rope_head_dim",))))
+    return _group("latent", "latent", range(layers), 1, parts, dtype, None)
+
+
+def _group(
+    name: str,
+    kind: Kind,
+    layers: Sequence[int],
+    heads: int,
+    parts: tuple[Part, ...],
+    dtype: str,
+    window: int | None,
+) -> Group:
+    # An fp8 cache of weights that bring no scales has scale 1 everywhere.
+    scales = ((1.0,) * len(parts),) * len(layers) if dtype.startswith("F8") else None
+    return Group(name, kind, tuple(layers), heads, parts, dtype, window, scales)
+
+
+def _heads_and_dim(text: Mapping[str, Any]) -> tuple[int, int]:
+    """KV heads of the whole model, and the size of one. Without a number of KV heads each query head has its own."""
+    query_heads = _integer(text, _HEADS)
+    multi_query = text.get("multi_query") and not text.get("new_decoder_architecture")  # Falcon
+    heads = 1 if multi_query else _integer(text, _KV_HEADS, query_heads)
+    width = _integer(text, _WIDTH, 0)
+    dim = _integer(text, ("head_dim",), width // query_heads)
+    if dim < 1:
+        raise ConfigError("the model's configuration states neither head_dim nor hidden_size")
+    if text.get("v_head_dim") not in (None, dim):
+        _undescribed(text, "v_head_dim", "keys and values of different sizes")
+    return heads, dim
+
+
+def _windows(text: Mapping[str, Any], layers: int) -> list[int | None]:
+    """For each layer the tokens of its sliding window, or None for full attention."""
+    model_type = text.get("model_type")
+    pattern, default = _WINDOW_PATTERNS.get(str(model_type), (0, None))
+    window = text.get("sliding_window", default) or None  # some checkpoints write 0 for none
+    if text.get("use_sliding_window") is False:
+        window = None
+    if window is not None:
+        window = _integer({"sliding_window": window}, ("sliding_window",))
+    types = text.get("layer_types")
+    if types is None:
+        return [_pattern_window(text, layer, window, pattern) for layer in range(layers)]
+    if not isinstance(types, list) or len(types) < layers:
+        raise ConfigError(f"layer_types of the model's configuration is no list of {layers} layers' types")
+    windows = []
+    for kind in types[:layers]:
+        if kind not in ("full_attention", "sliding_attention"):
+            _undescribed(text, "layer_types", f"layers of type {kind}")
+        if kind == "sliding_attention" and window is None:
+            raise ConfigError("layer_types of the model's configuration has sliding_attention, but no sliding_window")
+        windows.append(window if kind == "sliding_attention" else None)
+    return windows
+
+
+def _pattern_window(text: Mapping[str, Any], layer: int, window: int | None, pattern: int) -> int | None:
+    first = text.get("max_window_layers", 0)  # Qwen2: the layers before it see everything
+    if type(first) is not int or layer < first:
+        return None
+    every = text.get("sliding_window_pattern", text.get("_sliding_window_pattern", pattern))
+    if type(every) is not int or every < 0:
+        _undescribed(text, "sliding_window_pattern", "a pattern of its own")
+    return None if every and (layer + 1) % every == 0 else window
+
+
+def _refuse_undescribed(config: Mapping[str, Any]) -> None:
+    for name, what in _UNDESCRIBED.items():
+        if config.get(name):
+            _undescribed(config, name, what)
+    for name in config:
+        if name.startswith(_RECURRENT):
+            _undescribed(config, name, "layers with recurrent state")
+
+
+def _undescribed(config: Mapping[str, Any], field: str, what: str) -> NoReturn:
+    raise ConfigError(
+        f"model type {config.get('model_type')!r} has {what} ({field}), which only an engine can describe: "
+        "take the identity that a server writes into namespace.json"
+    )
+
+
+def _integer(config: Mapping[str, Any], names: Sequence[str], default: int | None = None) -> int:
+    """The first of these fields that is set. Raises ConfigError if none is and there is no default."""
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} of the model's configuration is {value!r}, must be a whole number above 0")
+        return value
+    if default is None:
+        raise ConfigError(f"the model's configuration does not state {names[0]}")
+    return default
