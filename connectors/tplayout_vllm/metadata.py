@@ -70,7 +70,7 @@ class StagingRef:
 class ChunkCopy:
     """Tokens [first, last) of a request that lie in the chunk starting at token `base`, held in one slot.
 
-    groups: the canonical groups to copy. complete: after this copy the rank's part of the groups is whole.
+    groups: the canonical groups to copy.
     """
 
     slot: int
@@ -79,7 +79,6 @@ class ChunkCopy:
     first: int
     last: int
     groups: tuple[int, ...]
-    complete: bool = True
 
 
 @dataclass(frozen=True)

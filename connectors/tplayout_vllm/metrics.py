@@ -120,5 +120,6 @@ class TPLayoutPromMetrics(KVConnectorPromMetrics):
 
 def prom_metrics(vllm_config: Any, metric_types: Any, labelnames: Any, per_engine: Any) -> TPLayoutPromMetrics:
     """What `build_prom_metrics` returns; the types are checked so that another metrics backend fails at start."""
-    assert Gauge in metric_types and Counter in metric_types
+    assert Gauge in metric_types
+    assert Counter in metric_types
     return TPLayoutPromMetrics(vllm_config, metric_types, labelnames, per_engine)

@@ -6,6 +6,7 @@ as integers of their width, so every bit pattern (NaN payloads of fp8 included) 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def _layer_step(layers: Sequence[LayerPages]) -> int | None:
         return 0
     storages = {layer.cache.untyped_storage().data_ptr() for layer in layers}
     offsets = [layer.cache.storage_offset() for layer in layers]
-    steps = {b - a for a, b in zip(offsets, offsets[1:], strict=False)}
+    steps = {b - a for a, b in itertools.pairwise(offsets)}
     if len(storages) != 1 or len(steps) != 1 or min(steps) < 0:
         return None
     return steps.pop()

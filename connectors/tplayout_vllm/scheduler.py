@@ -7,14 +7,18 @@ Stager; all decisions about blocks are the engine's. It keeps a `Request` only w
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tplayout.format.keys import ROOT, ChunkId, chain
 from tplayout.staging.stager import SlotRef, Stager
+from tplayout_vllm import search
+from tplayout_vllm.blocks import BlockTables, Tables
 from tplayout_vllm.keying import Extras, extras, unkeyable
 from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer
+from tplayout_vllm.metrics import COUNTERS, SKIPS, TPLayoutStats
 
 logger = logging.getLogger("vllm.tplayout")
 
@@ -26,35 +30,40 @@ class Tracked:
     """What is known of one request.
 
     chunks: ids of its full chunks, extended as tokens come. saved: chunks before this one were dealt with.
-    lookup: chunk at which the running lookup started, None without one. claim: tokens [start, end) announced to the
-    engine. loading: their copy is under way. failed: a load failed; do not try again.
+    search: what the store can supply, None before it is asked. claim: tokens [first, last) announced to the engine.
+    loading: their copy is under way. failed: a load failed; do not try again.
     """
 
     request: Any
     extras: Extras
     chunks: list[ChunkId] = field(default_factory=list)
     saved: int = 0
-    lookup: int | None = None
+    search: search.PrefixSearch | None = None
     claim: tuple[int, int] | None = None
     loading: bool = False
     failed: bool = False
 
 
 class SchedulerSide:
-    """Decides for one engine. loads/saves: whether the server's kv_role reads from or writes to the store."""
+    """Decides for one engine. loads, saves: whether the server's kv_role reads from and writes to the store."""
 
-    def __init__(self, stager: Stager, staging: StagingRef, namespace: bytes, loads: bool, saves: bool) -> None:
+    def __init__(
+        self, stager: Stager, staging: StagingRef, tables: Tables, namespace: bytes, loads: bool, saves: bool
+    ) -> None:
         self._stager = stager
         self._staging = staging
+        self._tables = tables
         self._namespace = namespace
         self._chunk = staging.geometry.chunk_tokens
-        self._groups = tuple(range(len(staging.geometry.groups)))
+        self._windows = search.windows_of(staging.geometry)
         self._loads, self._saves = loads, saves
         self._tracked: dict[str, Tracked] = {}
         self._loading: set[str] = set()  # survives the request: an aborted one lets go of its slots when its load ends
         self._pending: list[Transfer] = []
         self._waiting: set[str] = set()
-        self.skipped: dict[str, int] = {}
+        self._unkeyable: Counter[str] = Counter()
+        self._idle_steps = 0
+        self._reported: Counter[str] = Counter()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -62,19 +71,19 @@ class SchedulerSide:
         """A new request: start staging what the engine does not hold already."""
         reason = unkeyable(request)
         if reason is not None:
-            self.skipped[reason] = self.skipped.get(reason, 0) + 1
+            self._unkeyable[reason] += 1
             return
         tracked = Tracked(request, extras(request))
         self._tracked[request.request_id] = tracked
         if self._may_load(tracked):
-            self._start_lookup(tracked, local_tokens(request))
+            self._search(tracked, local_tokens(request))
 
     def finish(self, request_id: str) -> None:
         """The engine is done with a request. Slots of a load under way stay pinned until its copy has ended."""
         self._tracked.pop(request_id, None)
         self._waiting.discard(request_id)
         if request_id not in self._loading:
-            self._stager.release(request_id)
+            search.release(self._stager, request_id)
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -83,77 +92,79 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not self._may_load(tracked) or tracked.loading:
             return 0
-        self._stager.poll()
-        if tracked.lookup is None or tracked.lookup * self._chunk > local:
-            self._stager.release(request.request_id)
-            self._start_lookup(tracked, local)
-        state = self._stager.lookup(request.request_id)
-        if not state.done:
+        if tracked.search is None or tracked.search.start * self._chunk > local:
+            self._search(tracked, local)
+        assert tracked.search is not None
+        end = tracked.search.poll(local)
+        if end is None:
             self._waiting.add(request.request_id)
             return None
         self._waiting.discard(request.request_id)
-        assert tracked.lookup is not None
-        # The engine computes at least the last token, to have something to sample from.
-        end = min((tracked.lookup + state.ready) * self._chunk, request.num_tokens - 1)
-        if end <= local:
-            self._drop_lookup(tracked)
-            tracked.lookup = local // self._chunk
-            return 0
-        tracked.claim = (local, end)
-        return end - local
+        tracked.claim = (local, end) if end > local else None
+        return max(0, end - local)
 
-    def allocated(self, request: Any, tables: tuple[list[int], ...], external: int) -> None:
+    def allocated(self, request: Any, tables: BlockTables, external: int) -> None:
         """The engine gave blocks for `external` claimed tokens: load into them with this step."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None:
+        if tracked is None or tracked.loading:
             return
-        claim, tracked.claim, first_chunk = tracked.claim, None, tracked.lookup
-        if external == 0 or claim is None:
-            if not tracked.loading:
-                self._drop_lookup(tracked)
+        claim, found, tracked.claim, tracked.search = tracked.claim, tracked.search, None, None
+        if external == 0 or claim is None or found is None:
+            search.release(self._stager, request.request_id)
             return
         first, last = claim[0], claim[0] + external
-        assert first_chunk is not None
-        begin, end = first // self._chunk, -(-last // self._chunk)
-        slots = self._stager.claim(request.request_id, begin - first_chunk, end - first_chunk)
-        copies = tuple(
-            self._copy(slot, index, first, last) for index, slot in zip(range(begin, end), slots, strict=True)
-        )
-        self._pending.append(Transfer(request.request_id, tables, copies))
-        tracked.loading, tracked.lookup = True, None
-        tracked.saved = max(tracked.saved, end if last % self._chunk == 0 else end - 1)
+        copies = [
+            copy
+            for index, slot in found.claim(first, last)
+            for copy in self._loads_of(slot, index, first, last, tables)
+        ]
+        self._pending.append(Transfer(request.request_id, tables, tuple(copies)))
+        tracked.loading = True
         self._loading.add(request.request_id)
 
     def loads_ended(self, finished: set[str], failed: set[str]) -> None:
         """All ranks ended these loads: their slots may be reused. A failed one is computed, not tried again."""
         for request_id in finished | failed:
             self._loading.discard(request_id)
-            self._stager.release(request_id)
+            search.release(self._stager, request_id)
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 tracked.loading = False
-                if request_id in failed:
-                    tracked.failed, tracked.saved = True, 0
+                tracked.failed |= request_id in failed
 
     def _may_load(self, tracked: Tracked) -> bool:
         return self._loads and not tracked.failed and not tracked.request.skip_reading_prefix_cache
 
-    def _start_lookup(self, tracked: Tracked, local: int) -> None:
-        self._extend(tracked, tracked.request.num_tokens)
-        tracked.lookup = local // self._chunk
-        # A chunk that only holds the last token brings nothing: that token is computed anyway.
-        useful = -(-(tracked.request.num_tokens - 1) // self._chunk)
-        self._stager.start_lookup(tracked.request.request_id, tracked.chunks[tracked.lookup : useful])
-
-    def _drop_lookup(self, tracked: Tracked) -> None:
-        self._stager.release(tracked.request.request_id)
-        tracked.lookup = None
-
-    def _copy(self, slot: SlotRef, index: int, first: int, last: int) -> ChunkCopy:
-        base = index * self._chunk
-        return ChunkCopy(
-            slot.slot, slot.generation, base, max(first, base), min(last, base + self._chunk), self._groups
+    def _search(self, tracked: Tracked, local: int) -> None:
+        request = tracked.request
+        search.release(self._stager, request.request_id)
+        self._extend(tracked, request.num_tokens)
+        # The engine computes at least the last token, to have something to sample from.
+        tracked.search = search.PrefixSearch(
+            self._stager,
+            self._staging.geometry,
+            request.request_id,
+            tracked.chunks,
+            local // self._chunk,
+            request.num_tokens - 1,
         )
+
+    def _loads_of(self, slot: SlotRef, index: int, first: int, last: int, tables: BlockTables) -> list[ChunkCopy]:
+        """The copies of one chunk for a hit [first, last): all of it, or of window layers what the window shows."""
+        spans: dict[tuple[int, int], list[int]] = {}
+        base = index * self._chunk
+        end = min(last, base + self._chunk)
+        for group in slot.groups:
+            start = max(first, base)
+            if group in self._windows:
+                start = max(start, last - self._windows[group] + 1)
+                start = self._tables.first_held(tables, group, start, end) if start < end else end
+            if start < end:
+                spans.setdefault((start, end), []).append(group)
+        return [
+            ChunkCopy(slot.slot, slot.generation, base, start, stop, tuple(groups))
+            for (start, stop), groups in spans.items()
+        ]
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -166,6 +177,7 @@ class SchedulerSide:
         if meta.loads or meta.saves:
             meta.staging = self._staging
         elif self._waiting and not output.num_scheduled_tokens:
+            self._idle_steps += 1
             self._stager.wait(IDLE_WAIT)
         return meta
 
@@ -179,21 +191,24 @@ class SchedulerSide:
             # Rejected drafts leave wrong KV behind, and a token id that is not known yet has no key.
             known = len(tracked.request.all_token_ids)
             computed = min(known, tracked.request.num_computed_tokens + scheduled - drafts)
-            copies = self._save_chunks(tracked, computed)
+            tables = output.kv_connector_block_state.get_block_ids(request_id)
+            copies = self._save_chunks(tracked, computed, tables)
             if copies:
-                tables = output.kv_connector_block_state.get_block_ids(request_id)
                 transfers.append(Transfer(request_id, tables, tuple(copies)))
         return transfers
 
-    def _save_chunks(self, tracked: Tracked, computed: int) -> list[ChunkCopy]:
+    def _save_chunks(self, tracked: Tracked, computed: int, tables: BlockTables) -> list[ChunkCopy]:
         copies = []
         last = computed // self._chunk
         if last > tracked.saved:
             self._extend(tracked, computed)
         for index in range(tracked.saved, last):
-            slot = self._stager.begin_save(tracked.chunks[index])
+            base, end = index * self._chunk, (index + 1) * self._chunk
+            # Window layers have given back what left the window: such a chunk is stored without them.
+            held = [g for g in range(len(self._tables.of_group)) if self._tables.has(tables, g, base, end)]
+            slot = self._stager.begin_save(tracked.chunks[index], held) if held else None
             if slot is not None:
-                copies.append(self._copy(slot, index, 0, computed))
+                copies.append(ChunkCopy(slot.slot, slot.generation, base, base, end, slot.groups))
         tracked.saved = max(tracked.saved, last)
         return copies
 
@@ -207,6 +222,33 @@ class SchedulerSide:
         tracked.chunks += chain(self._namespace, ids, self._chunk, lambda _: tracked.extras, parent=parent, start=have)
 
     # -- upkeep --------------------------------------------------------------------------------------------------
+
+    def take_stats(self) -> TPLayoutStats:
+        """What was counted since the last call, and how the pool stands."""
+        self._stager.poll()
+        now = self._stager.snapshot()
+        skips = Counter({f"save-{k}": v for k, v in now["save_skips"].items()})
+        skips += Counter({f"save-error-{k}": v for k, v in now["save_errors"].items()})
+        skips += Counter({f"load-error-{k}": v for k, v in now["load_errors"].items()})
+        skips += Counter({f"request-{k}": v for k, v in self._unkeyable.items()})
+        counted = Counter({name: now[name] for name in COUNTERS if name in now})
+        counted["idle_steps"] = self._idle_steps
+        total = counted + Counter({f"{SKIPS}.{k}": v for k, v in skips.items()})
+        fresh = total - self._reported
+        self._reported = total
+        slots = now["slots"]
+        busy = sum(slots[state] for state in ("filling", "loading", "publishing", "limbo"))
+        healthy = all(state == "ok" for state in self._stager.health.values())
+        return TPLayoutStats.of(
+            {name: value for name, value in fresh.items() if name in COUNTERS},
+            {name.removeprefix(f"{SKIPS}."): v for name, v in fresh.items() if name.startswith(f"{SKIPS}.")},
+            {
+                "staging_slots": self._stager.plan.slots,
+                "staging_used": max(busy, slots["pinned"]),
+                "staging_clean": slots["clean"],
+                "store_healthy": float(healthy),
+            },
+        )
 
     def reset(self) -> None:
         """Forget what is held in host memory and believed to be stored; what is being loaded stays."""

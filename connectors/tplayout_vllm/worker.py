@@ -121,8 +121,7 @@ class WorkerSide:
                     out = staging.cells(copy, run.group, run.positions)
                     self._copies.save(run, transfer.tables[run.table], copy.first, copy.last, out)
                     self._count("save_copy_bytes", out.nbytes)
-            if copy.complete:
-                self._copies.after(_marker(staging, copy, usable=True))
+            self._copies.after(_marker(staging, copy, usable=True))
 
     def _scatter(self, staging: _Attached, transfer: Transfer) -> None:
         for copy in transfer.copies:

@@ -1,0 +1,40 @@
+"""Which tokens of a request have a block: window layers give theirs back while the request runs.
+
+Layer: scheduler side, pure. A block id of 0 is the engine's null block: it stands for tokens without KV and is
+never read or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NULL_BLOCK = 0
+BlockTables = tuple[list[int], ...]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """block_sizes: tokens a block of each vLLM KV-cache group. of_group: the KV-cache groups that hold each canonical one."""
+
+    block_sizes: tuple[int, ...]
+    of_group: tuple[tuple[int, ...], ...]
+
+    def has(self, tables: BlockTables, group: int, first: int, last: int) -> bool:
+        """Whether every token of [first, last) has a block in every table of the group."""
+        return all(_covers(tables[table], self.block_sizes[table], first, last) for table in self.of_group[group])
+
+    def first_held(self, tables: BlockTables, group: int, first: int, last: int) -> int:
+        """The first token from `first` on behind which all up to `last` have blocks."""
+        held = first
+        for table in self.of_group[group]:
+            size, ids = self.block_sizes[table], tables[table]
+            for index in range(first // size, -(-last // size)):
+                if index >= len(ids) or ids[index] == NULL_BLOCK:
+                    held = max(held, (index + 1) * size)
+        return min(held, last)
+
+
+def _covers(ids: Sequence[int], size: int, first: int, last: int) -> bool:
+    begin, end = first // size, -(-last // size)
+    return end <= len(ids) and NULL_BLOCK not in ids[begin:end]

@@ -1,0 +1,177 @@
+"""Opens the scheduler's side: identity, namespace, staging region, I/O processes. Or refuses to start.
+
+Layer: below connector.py. The only module that turns a vLLM configuration into an identity.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tplayout.cache import check_namespace
+from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, StorageError
+from tplayout.format.digest import make_hasher
+from tplayout.format.identity import Identity, namespace_document
+from tplayout.model import describe_weights, model_config, read_config, weight_quantization
+from tplayout.staging.plan import StagingPlan
+from tplayout.staging.region import RegionPlan
+from tplayout.staging.stager import Stager
+from tplayout.storage.redact import redact
+from tplayout.storage.url import open_store
+from tplayout_vllm.blocks import Tables
+from tplayout_vllm.metadata import StagingRef, WorkerReport
+from tplayout_vllm.options import Options
+from tplayout_vllm.placement import Placement, Rank, place
+from tplayout_vllm.scheduler import SchedulerSide
+from tplayout_vllm.sizing import io_processes, staging_slots
+
+logger = logging.getLogger("vllm.tplayout")
+
+
+def check_setup(vllm_config: Any) -> None:
+    """Refuse what cannot be served, before the model is loaded. Raises ConfigError, one line."""
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise ConfigError("context parallelism splits tokens over ranks, which TPLayoutConnector does not support yet")
+    if getattr(parallel, "nnodes", 1) > 1:
+        raise ConfigError(
+            f"nnodes is {parallel.nnodes}: TPLayoutConnector needs all ranks of an engine on one machine; "
+            "run one engine a node on one shared store"
+        )
+    if vllm_config.model_config.is_encoder_decoder:
+        raise ConfigError("encoder-decoder models are not supported by TPLayoutConnector")
+
+
+def open_scheduler_side(
+    vllm_config: Any, kv_cache_config: Any, options: Options, reports: Mapping[Rank, WorkerReport]
+) -> SchedulerSide:
+    """Everything that needs the workers' reports. Raises ConfigError or NamespaceMismatch to refuse the start."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    placement = place(reports, options.chunk_tokens, model.get_total_num_kv_heads(), parallel.tensor_parallel_size)
+    identity = _identity(vllm_config, options, placement)
+    hasher = make_hasher(None, options.secret)
+    facts = {"digest": hasher.name, "key_id": hasher.key_id, "codec": "none"}
+    document = namespace_document(identity, facts, Path(str(model.model)).name)
+    _check_store(options, identity, document)
+    writers = tuple(len(ranks) for ranks in placement.writers)
+    plan = StagingPlan(
+        url=options.url,
+        storage_options=options.storage_options,
+        timeout_s=options.store_timeout,
+        namespace=identity.digest(),
+        document=document,
+        geometry=placement.geometry,
+        secret=options.secret,
+        slots=1,
+        writers=writers,
+        io_processes=io_processes(options.io_processes),
+        load_deadline_s=options.load_deadline,
+    )
+    slot_bytes = RegionPlan(1, tuple(layout.nbytes for layout in plan.layouts), writers).slot_bytes
+    slots = staging_slots(options.staging_bytes, slot_bytes, parallel.data_parallel_size_local)
+    stager = Stager(replace(plan, slots=slots))
+    transfer = vllm_config.kv_transfer_config
+    staging = StagingRef(
+        region=stager.region_ref,
+        geometry=placement.geometry,
+        digest=hasher.name,
+        key_id=hasher.key_id,
+        places=placement.places,
+        writers=placement.writers,
+    )
+    logger.info(
+        "tplayout: %s, namespace %s, chunks of %d tokens (%s), staging %s for %d chunks, %d I/O process(es), "
+        "load deadline %g s, digest %s, %s",
+        redact(options.url),
+        identity.namespace,
+        options.chunk_tokens,
+        _size(slot_bytes),
+        _size(slots * slot_bytes),
+        slots,
+        plan.io_processes,
+        options.load_deadline,
+        hasher.name,
+        transfer.kv_role,
+    )
+    sizes = tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
+    return SchedulerSide(
+        stager,
+        staging,
+        Tables(sizes, placement.tables),
+        identity.digest(),
+        loads=transfer.is_kv_consumer,
+        saves=transfer.is_kv_producer,
+    )
+
+
+def _identity(vllm_config: Any, options: Options, placement: Placement) -> Identity:
+    model = vllm_config.model_config
+    directory = _model_directory(model)
+    label = options.weights_label
+    load_format = getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format)
+    if load_format == "dummy" and label is None:
+        raise ConfigError(
+            "--load-format dummy: random weights have no fingerprint; name them with 'weights_label' in "
+            "kv_connector_extra_config (servers that share KV must use the same label and seed)"
+        )
+    config = Path(model.hf_config_path) if model.hf_config_path else directory
+    overrides = model.hf_overrides if isinstance(model.hf_overrides, Mapping) else {}
+    return Identity(
+        weights=describe_weights(directory, label, str(load_format)),
+        config=model_config(config, overrides),
+        compute_dtype=str(model.dtype).removeprefix("torch."),
+        quantization=weight_quantization(read_config(config), model.quantization),
+        geometry=placement.geometry,
+    )
+
+
+def _model_directory(model: Any) -> Path:
+    """Where the model's files are on this machine."""
+    path = Path(str(model.model))
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(model.model), revision=model.revision, local_files_only=True))
+    except Exception as error:
+        raise ConfigError(
+            f"model {model.model}: its files are not found on this machine ({type(error).__name__}), so its weights "
+            "cannot be fingerprinted; name them with 'weights_label' in kv_connector_extra_config"
+        ) from None
+
+
+def _check_store(options: Options, identity: Identity, document: bytes) -> None:
+    """Look at the namespace once: a conflict refuses the start, an unreachable store only if `strict`."""
+    store = open_store(options.url, options.storage_options, timeout_s=min(options.store_timeout, 10.0))
+    try:
+        check_namespace(store, identity, document)
+    except StorageError as error:
+        if options.strict:
+            raise ConfigError(
+                f"the store {redact(options.url)} cannot be used ({error}) and 'strict' is set; "
+                "make it reachable, or leave 'strict' out to start without it"
+            ) from None
+        logger.warning(
+            "tplayout: the store %s cannot be used now (%s): serving WITHOUT it, it is tried again by and by",
+            redact(options.url),
+            error,
+        )
+    except (FormatError, NamespaceMismatch) as error:
+        raise ConfigError(
+            f"the store {redact(options.url)} holds another namespace {identity.namespace}: {error}; "
+            "use another 'url', or the secret and options that it was made with"
+        ) from None
+    finally:
+        store.close()
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    raise AssertionError("unreachable")
