@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from tplayout.cache.arrays import as_bits, check_kind, from_bits, read_cells, write_cells
@@ -52,7 +53,7 @@ class Cache:
     @classmethod
     def open(
         cls,
-        store: Store | str,
+        store: Store | str | PathLike[str],
         identity: Identity,
         *,
         secret: bytes | None = None,
