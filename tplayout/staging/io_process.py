@@ -307,8 +307,8 @@ def main() -> None:
         detach()
         serve(*map(int, sys.argv[1:4]))
         status = 0
-    except TPLayoutError:
-        pass  # said in the scheduler's log
+    except (TPLayoutError, ConnectionError):
+        pass  # said in the scheduler's log, or it is gone
     except Exception:
         traceback.print_exc()
     finally:
