@@ -1,7 +1,7 @@
 """An I/O process whose store obeys a file of faults, to be run in place of the real one.
 
 The file is named by TPLAYOUT_TEST_FAULTS and read anew before every operation, so that a test can break the store
-and mend it: {verb: {"delay": seconds, "hang": true, "error": kind, "busy": true}}. busy: spins without returning.
+and mend it: {verb: {"delay": seconds, "hang": true, "error": kind}}. TPLAYOUT_TEST_STUCK_S: patience with hangs.
 """
 
 import json
@@ -39,6 +39,7 @@ class FaultyStore:
 
 
 if __name__ == "__main__":
+    io_process._STUCK_S = float(os.environ.get("TPLAYOUT_TEST_STUCK_S", io_process._STUCK_S))
     real_open_store = io_process.open_store
     io_process.open_store = lambda *args, **options: FaultyStore(real_open_store(*args, **options))
     io_process.main()

@@ -1,0 +1,292 @@
+"""The Stager against a store that is damaged, slow, hanging, full or gone, and against a pool that is too small."""
+
+import logging
+import os
+import time
+
+import pytest
+
+
+def flip(path, offset=-5000):
+    """Flip one bit of a stored object."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_object_is_a_miss_reported_once_not_loaded_again_and_not_deleted(world, caplog):
+    stager = world.stager(negative_cache_s=0.5)
+    chunks = world.chunks(3)
+    world.save(stager, chunks)
+    stager.reset()
+    flip(world.path(chunks[1]))
+    for _ in range(3):
+        stager.start_lookup("r", chunks)
+        state = world.finish(stager, "r")
+        assert (state.ready, state.reason) == (1, "damaged")
+        stager.release("r")
+    assert stager.snapshot()["verification_failures"] == 1
+    assert world.path(chunks[1]).exists()
+    time.sleep(0.5)
+    stager.start_lookup("r", chunks)
+    world.finish(stager, "r")
+    assert stager.snapshot()["verification_failures"] == 2
+    assert caplog.text.count("damaged object") == 1
+    assert world.path(chunks[1]).name in caplog.text
+
+
+def test_a_damaged_object_is_replaced_when_its_chunk_is_computed_again(world):
+    stager = world.stager()
+    chunks = world.chunks(2)
+    world.save(stager, chunks)
+    stager.reset()
+    flip(world.path(chunks[0]))
+    stager.start_lookup("r", chunks)
+    assert world.finish(stager, "r").ready == 0
+    stager.release("r")
+    world.save(stager, chunks[:1])
+    stager._pool.table.forget_all()
+    stager.start_lookup("r", chunks)
+    assert world.finish(stager, "r").ready == 2
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "longer", "other name", "header"])
+def test_every_kind_of_damage_is_a_miss(world, damage):
+    stager = world.stager()
+    chunks = world.chunks(2)
+    world.save(stager, chunks)
+    stager.reset()
+    path, other = world.path(chunks[0]), world.path(chunks[1])
+    data = path.read_bytes()
+    changed = {"truncated": data[:-1], "empty": b"", "longer": data + b"\0", "other name": other.read_bytes(),
+               "header": b"\xff" * 8 + data[8:]}  # fmt: skip
+    path.write_bytes(changed[damage])
+    stager.start_lookup("r", chunks)
+    state = world.finish(stager, "r")
+    assert (state.ready, state.reason) == (0, "damaged")
+    assert stager.snapshot()["verification_failures"] == 1
+
+
+def test_an_object_that_is_no_file_costs_a_miss_not_a_hang(world):
+    stager = world.stager(timeout_s=1.0)
+    chunks = world.chunks(2)
+    world.save(stager, chunks)
+    stager.reset()
+    path = world.path(chunks[0])
+    path.unlink()
+    os.mkfifo(path)
+    stager.start_lookup("r", chunks)
+    assert world.finish(stager, "r", 3.0).ready == 0
+
+
+def test_with_a_hanging_store_a_lookup_ends_at_its_deadline_with_what_it_has(world):
+    stager = world.faulty_stager(load_deadline_s=0.3, timeout_s=30.0)
+    chunks = world.chunks(3)
+    world.save(stager, chunks)
+    stager.reset()
+    stager.start_lookup("first", chunks[:1])
+    world.finish(stager, "first")
+    world.fail(get_into={"hang": True})
+    stager.start_lookup("r", chunks)
+    time.sleep(0.2)
+    started = time.monotonic()
+    assert not stager.lookup("r").done
+    while not stager.lookup("r").done:
+        stager.wait(0.005)
+    assert 0.25 < time.monotonic() - started < 0.33
+    state = stager.lookup("r")
+    assert (state.ready, state.reason) == (1, "deadline")
+    ref = stager.claim("r", 0, 1)[0]
+    assert world.cells(stager, ref) == world.expected(chunks[0])
+
+
+def test_a_process_whose_operations_never_return_is_replaced(world, monkeypatch):
+    monkeypatch.setenv("TPLAYOUT_TEST_STUCK_S", "0.1")
+    stager = world.faulty_stager(load_deadline_s=0.2, timeout_s=0.1, slots=2)
+    chunks = world.chunks(2)
+    world.save(stager, chunks)
+    stager.reset()
+    world.fail(get_into={"hang": True})
+    stager.start_lookup("r", chunks)
+    assert world.finish(stager, "r").reason == "deadline"
+    stager.release("r")
+    assert stager.snapshot()["slots"]["loading"] == 2
+    world.fail()
+    world.settle(stager)
+    assert stager.snapshot()["io_restarts"] == 1
+    assert stager.snapshot()["slots"]["free"] == 2
+    world.wait_until(lambda: stager.poll() or stager._pool.io.pids)
+    stager.start_lookup("r", chunks)
+    assert world.finish(stager, "r").ready == 2
+
+
+@pytest.mark.parametrize("kind", ["timeout", "unavailable", "forbidden"])
+def test_a_store_that_fails_is_left_alone_and_tried_again_by_itself(world, caplog, kind):
+    caplog.set_level(logging.WARNING)
+    stager = world.faulty_stager()
+    chunks = world.chunks(1)
+    world.save(stager, chunks)
+    stager.reset()
+    world.fail(get_into={"error": kind}, get={"error": kind})
+    for number in range(3):
+        stager.start_lookup(f"r{number}", chunks)
+        assert world.finish(stager, f"r{number}").reason == f"error: {kind}"
+    for _ in range(5):
+        stager.start_lookup("r", chunks)
+        assert stager.lookup("r").reason == "store-suspended"
+        stager.release("r")
+    assert stager.health["loads"].startswith(f"suspended ({kind})")
+    assert stager.health["saves"] == "ok"
+    assert stager.snapshot()["load_errors"] == {kind: 3}
+    world.fail()
+    world.wait_until(lambda: stager.poll() or stager.health["loads"] == "ok", 4.0)
+    stager.start_lookup("r", chunks)
+    assert world.finish(stager, "r").ready == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+
+
+def test_when_the_disk_is_full_saving_stops_loading_goes_on_and_saving_resumes(world):
+    stager = world.faulty_stager()
+    chunks = world.chunks(6)
+    world.save(stager, chunks[:1])
+    world.fail(put={"error": "full"})
+    for chunk in chunks[1:4]:
+        world.fill(stager, stager.begin_save(chunk), chunk.key)
+    world.settle(stager)
+    assert stager.health["saves"].startswith("suspended (full)")
+    assert stager.begin_save(chunks[4]) is None
+    assert stager.snapshot()["save_skips"] == {"store-full": 1}
+    assert stager.snapshot()["save_errors"] == {"full": 3}
+    stager.start_lookup("r", chunks)
+    state = world.finish(stager, "r")
+    assert (state.ready, state.reason) == (4, "miss")
+    world.fail()
+    time.sleep(1.1)
+    ref = stager.begin_save(chunks[4])
+    assert stager.begin_save(chunks[5]) is None
+    world.fill(stager, ref, chunks[4].key)
+    world.settle(stager)
+    assert stager.health["saves"] == "ok"
+    assert stager.begin_save(chunks[1]) is None
+    world.settle(stager)
+    assert world.path(chunks[1]).exists()
+
+
+def test_a_store_that_may_not_be_asked_is_written_to_all_the_same(world):
+    stager = world.faulty_stager()
+    world.fail(exists={"error": "forbidden"})
+    chunk = world.chunks(1)[0]
+    world.save(stager, [chunk])
+    assert world.path(chunk).exists()
+
+
+def test_an_error_that_is_a_bug_is_a_miss_too(world):
+    stager = world.faulty_stager()
+    world.fail(get_into={"error": "no such kind"}, put={"error": "no such kind"})
+    chunks = world.chunks(2)
+    stager.start_lookup("r", chunks[:1])
+    assert world.finish(stager, "r").reason == "error: internal"
+    world.save(stager, chunks[1:])
+    assert stager.snapshot()["save_errors"] == {"internal": 1}
+    assert stager.health == {"loads": "ok", "saves": "ok", "io": "ok"}
+
+
+def test_a_prefix_larger_than_the_pool_is_had_as_far_as_it_fits(world):
+    stager = world.stager(slots=4, slot_wait_s=30.0)
+    chunks = world.chunks(6)
+    for chunk in chunks:
+        world.save(stager, [chunk])
+    stager.start_lookup("r", chunks)
+    state = world.finish(stager, "r", 5.0)
+    assert (state.ready, state.reason) == (4, "no-slot")
+    for ref, chunk in zip(stager.claim("r", 0, 4), chunks, strict=False):
+        assert world.cells(stager, ref) == world.expected(chunk)
+
+
+def test_two_lookups_that_compete_for_the_pool_both_end(world):
+    stager = world.faulty_stager(slots=4, slot_wait_s=0.1, load_deadline_s=30.0)
+    ours, theirs = world.chunks(4), world.chunks(4, seed=1)
+    for chunk in ours + theirs:
+        world.save(stager, [chunk])
+    stager.reset()
+    world.fail(get_into={"delay": 0.02})
+    stager.start_lookup("ours", ours)
+    stager.start_lookup("theirs", theirs)
+    first, second = world.finish(stager, "ours", 5.0), world.finish(stager, "theirs", 5.0)
+    assert first.ready + second.ready == 4
+    assert {first.reason, second.reason} <= {"no-slot", "complete"}
+    stager.release("ours")
+    stager.release("theirs")
+    stager.start_lookup("ours", ours)
+    assert world.finish(stager, "ours", 5.0).ready == 4
+
+
+def test_lookups_take_turns(world):
+    stager = world.faulty_stager(slots=32, loads_in_flight=1, load_deadline_s=30.0)
+    ours, theirs = world.chunks(8), world.chunks(2, seed=1)
+    world.save(stager, ours + theirs)
+    stager.reset()
+    world.fail(get_into={"delay": 0.02})
+    stager.start_lookup("long", ours)
+    stager.start_lookup("short", theirs)
+    world.finish(stager, "short")
+    assert stager.lookup("long").ready <= 4
+    assert world.finish(stager, "long").ready == 8
+
+
+def test_a_lookup_nobody_asks_about_gives_way_and_is_staged_again_when_asked(world):
+    stager = world.stager(slots=3, unasked_s=0.1)
+    waiting, needy = world.chunks(3), world.chunks(3, seed=1)
+    world.save(stager, waiting)
+    world.save(stager, needy)
+    stager.start_lookup("waiting", waiting)
+    assert world.finish(stager, "waiting").ready == 3
+    time.sleep(0.15)
+    stager.start_lookup("needy", needy)
+    assert world.finish(stager, "needy").ready == 3
+    assert not stager.lookup("waiting").done
+    stager.release("needy")
+    state = world.finish(stager, "waiting")
+    assert (state.ready, state.reason) == (3, "complete")
+    for ref, chunk in zip(stager.claim("waiting", 0, 3), waiting, strict=True):
+        assert world.cells(stager, ref) == world.expected(chunk)
+
+
+def test_a_cancelled_load_that_is_wanted_again_is_loaded_again(world):
+    stager = world.faulty_stager(load_threads=1)
+    chunks = world.chunks(4)
+    world.save(stager, chunks)
+    stager.reset()
+    world.fail(get_into={"delay": 0.1})
+    stager.start_lookup("a", chunks)
+    stager.cancel("a")
+    stager.start_lookup("b", chunks)
+    state = world.finish(stager, "b")
+    assert (state.ready, state.reason) == (4, "complete")
+    for ref, chunk in zip(stager.claim("b", 0, 4), chunks, strict=True):
+        assert world.cells(stager, ref) == world.expected(chunk)
+
+
+def test_cancelled_loads_that_have_not_begun_are_skipped(world):
+    stager = world.faulty_stager(load_threads=1, loads_in_flight=8)
+    chunks = world.chunks(8)
+    world.save(stager, chunks)
+    stager.reset()
+    world.fail(get_into={"delay": 0.1})
+    stager.start_lookup("a", chunks)
+    time.sleep(0.05)
+    stager.release("a")
+    world.settle(stager)
+    assert stager.snapshot()["loads"] <= 2
+    assert stager.snapshot()["slots"]["pinned"] == 0
+
+
+def test_when_all_slots_are_busy_saving_is_skipped(world):
+    stager = world.stager(slots=2)
+    chunks = world.chunks(3)
+    refs = [stager.begin_save(chunk) for chunk in chunks]
+    assert refs[2] is None
+    assert stager.snapshot()["save_skips"] == {"no-slot": 1}
+    world.fill(stager, refs[0], chunks[0].key)
+    world.wait_until(lambda: stager.poll() or stager.snapshot()["saves"] == 1)
+    assert stager.begin_save(chunks[2]) is not None
