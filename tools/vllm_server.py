@@ -251,14 +251,14 @@ class VLLMServer:
 
     def _wait_for_end(self, timeout: float, which: Callable[[int], bool]) -> bool:
         limit = time.monotonic() + timeout
-        while any(which(pid) for pid in processes_of(self.run)):
+        while any(which(pid) for pid in processes_of(self.run, self.process.pid)):
             if time.monotonic() > limit:
                 return False
             time.sleep(0.1)
         return True
 
     def _kill(self, which: Callable[[int], bool]) -> None:
-        for pid in processes_of(self.run):
+        for pid in processes_of(self.run, self.process.pid):
             if which(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -272,15 +272,24 @@ def session_of(pid: int) -> int | None:
         return None
 
 
-def processes_of(run: str) -> dict[int, str]:
-    """Living processes that were started with RUN_MARK=run in their environment: {pid: command line}."""
+def _session_of(entry: Path) -> int:
+    return int((entry / "stat").read_text().rpartition(")")[2].split()[3])
+
+
+def processes_of(run: str, session: int | None = None) -> dict[int, str]:
+    """Living processes that were started with RUN_MARK=run in their environment: {pid: command line}.
+
+    session: those of this session id are found too. vLLM's processes set a title, which overwrites the environment
+    that /proc shows.
+    """
     wanted = f"{RUN_MARK}={run}".encode()
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+            marked = wanted in (entry / "environ").read_bytes().split(b"\0")
+            if marked or (session is not None and _session_of(entry) == session):
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 if line:  # a zombie has none
                     found[int(entry.name)] = line

@@ -169,7 +169,7 @@ class Engine:
 
     def pids(self) -> dict[int, str]:
         """The living processes of this engine: {pid: command line}."""
-        return vllm_server.processes_of(self.run)
+        return vllm_server.processes_of(self.run, self.process.pid)
 
     def pid_of(self, words: str) -> int:
         """The one process whose command line holds `words`."""
