@@ -15,7 +15,7 @@ BlockTables = tuple[list[int], ...]
 
 @dataclass(frozen=True)
 class Tables:
-    """block_sizes: tokens a block of each vLLM KV-cache group. of_group: the KV-cache groups that hold each canonical one."""
+    """block_sizes: tokens a block, by KV-cache group. of_group: the KV-cache groups that hold each canonical group."""
 
     block_sizes: tuple[int, ...]
     of_group: tuple[tuple[int, ...], ...]

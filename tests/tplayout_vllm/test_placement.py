@@ -68,7 +68,7 @@ def test_scales_are_part_of_the_geometry() -> None:
 def test_ranks_that_disagree_are_refused() -> None:
     ranks = reports(4, 2, [range(2)])
     ranks[0, 1] = WorkerReport((replace(layer(0, 2), dtype="F16"), layer(1, 2)))
-    with pytest.raises(ConfigError, match="pp0 tp1 sees layer model.layers.0"):
+    with pytest.raises(ConfigError, match=r"pp0 tp1 sees layer model\.layers\.0"):
         place(ranks, 256, 4, 2)
 
 
