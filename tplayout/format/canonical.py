@@ -14,7 +14,9 @@ from typing import Any
 from tplayout.errors import ConfigError, FormatError, Reason
 
 MAX_DEPTH = 16
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]', re.DOTALL)
+MAX_EXACT = 2**53  # up to here every integer is a double
+# Matches an unfinished text too and never backtracks: hostile input costs linear time.
+_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{\]}]', re.DOTALL)
 _escape = json.encoder.encode_basestring
 
 
@@ -94,9 +96,7 @@ def parse_json(data: bytes | memoryview, max_bytes: int) -> Any:
         raise FormatError(Reason.NOT_UTF8, f"at byte {error.start}") from None
     _check_depth(text)
     try:
-        return json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_int, parse_float=_float
-        )
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_int, parse_float=_float)
     except ValueError as error:
         raise FormatError(Reason.NOT_JSON, str(error)) from None
 
@@ -126,10 +126,12 @@ def _refuse(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-def _int(text: str) -> int:
+def _int(text: str) -> int | float:
+    """RFC 8785 pads a large double's shortest digits with zeros, so such digits mean the nearest double."""
     if len(text) > 32:
         raise ValueError(f"integer of {len(text)} digits")
-    return int(text)
+    value = int(text)
+    return value if abs(value) <= MAX_EXACT else float(value)
 
 
 def _float(text: str) -> float:

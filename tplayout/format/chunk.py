@@ -105,9 +105,7 @@ def verify(
     _check_length(len(view), layout.nbytes)
     chunk = read_chunk_id(view, layout, namespace)
     if chunk.key != expected_key:
-        raise FormatError(
-            Reason.WRONG_KEY, f"content belongs to {chunk.key.hex()}, not to {expected_key.hex()}"
-        )
+        raise FormatError(Reason.WRONG_KEY, f"content belongs to {chunk.key.hex()}, not to {expected_key.hex()}")
     if min(chunk.tokens) < 0:
         raise FormatError(Reason.BAD_TOKENS, f"token id {min(chunk.tokens)} is negative")
     for pad in layout.pads():
@@ -186,9 +184,7 @@ def _check_length(got: int, wanted: int) -> None:
 
 def _check_hasher(layout: ChunkLayout, hasher: CellHasher) -> None:
     if hasher.name != layout.digest_name:
-        raise FormatError(
-            Reason.WRONG_DIGEST, f"object has {layout.digest_name}, the hasher is {hasher.name}"
-        )
+        raise FormatError(Reason.WRONG_DIGEST, f"object has {layout.digest_name}, the hasher is {hasher.name}")
     if hasher.key_id != layout.key_id:
         raise FormatError(Reason.WRONG_SECRET, f"object has {layout.key_id}, the secret is {hasher.key_id}")
 

@@ -88,9 +88,7 @@ def secret_id(secret: bytes) -> str:
     return blake3(secret, derive_key_context=_KEY_ID_CONTEXT).digest(_KEY_ID_BYTES).hex()
 
 
-def make_hasher(
-    name: str | None = None, secret: bytes | None = None, key_id: str | None = None
-) -> CellHasher:
+def make_hasher(name: str | None = None, secret: bytes | None = None, key_id: str | None = None) -> CellHasher:
     """The hasher of that name; without a name the default: keyed when there is a secret, else xxh3-128.
 
     key_id: the one that a namespace or header states; the secret must be the one it names.

@@ -113,9 +113,7 @@ class Group:
     @classmethod
     def from_json(cls, value: Any) -> "Group":
         """Strict inverse of `to_json`; GeometryError names the field."""
-        fields = _members(
-            "group", value, {"name", "kind", "layers", "heads", "parts", "dtype", "window", "scales"}
-        )
+        fields = _members("group", value, {"name", "kind", "layers", "heads", "parts", "dtype", "window", "scales"})
         parts = _array("parts", fields["parts"], MAX_PARTS)
         parts = [_members("part", part, {"name", "dim"}) for part in parts]
         scales = fields["scales"]

@@ -49,9 +49,7 @@ class Header:
 def header_size(prefix: bytes | memoryview, file_size: int) -> int:
     """Bytes from the start of the file to its data, from the first 8 bytes; caps are checked here."""
     if file_size < LENGTH_BYTES or len(prefix) < LENGTH_BYTES:
-        raise FormatError(
-            Reason.TRUNCATED, f"{min(file_size, len(prefix))} bytes, a header needs {LENGTH_BYTES}"
-        )
+        raise FormatError(Reason.TRUNCATED, f"{min(file_size, len(prefix))} bytes, a header needs {LENGTH_BYTES}")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         raise FormatError(Reason.TOO_LARGE, f"header of {length} bytes, at most {MAX_HEADER_BYTES}")

@@ -46,13 +46,12 @@ class Identity:
             if value is None and name == "quantization":
                 continue
             if not isinstance(value, str) or not 1 <= len(value) <= _TEXT_LIMIT:
-                raise ConfigError(
-                    f"identity {name} is {repr(value)[:80]}, must be text of 1 to {_TEXT_LIMIT}"
-                )
+                raise ConfigError(f"identity {name} is {repr(value)[:80]}, must be text of 1 to {_TEXT_LIMIT}")
         if not isinstance(self.config, Mapping):
             raise ConfigError(f"identity config is {type(self.config).__name__}, must be an object")
-        # A copy that later changes do not reach; nested as in the document, whose depth is limited.
-        copy = json.loads(canonical_json({"identity": {"config": self.config}}))
+        # A copy that later changes do not reach; nested as in the document, which has limits.
+        nested = canonical_json({"identity": {"config": self.config}})
+        copy = parse_json(nested, len(nested))
         object.__setattr__(self, "config", copy["identity"]["config"])
 
     def to_json(self) -> dict[str, Any]:

@@ -109,9 +109,7 @@ class ChunkLayout:
 
     def check_shard(self, shard: Shard) -> None:
         """GeometryError unless the shard lies in the group."""
-        if shard.cells and (
-            shard.heads.stop > self.group.heads or shard.layers.stop > len(self.group.layers)
-        ):
+        if shard.cells and (shard.heads.stop > self.group.heads or shard.layers.stop > len(self.group.layers)):
             raise GeometryError(f"group {self.group.name!r} does not hold {shard}")
 
     def shard_sections(self, shard: Shard, merge_gap: int = MERGE_GAP) -> list[range]:
@@ -134,9 +132,7 @@ class ChunkLayout:
 
 
 @lru_cache(maxsize=256)
-def chunk_layout(
-    geometry: Geometry, group_index: int, digest_name: str, key_id: str | None = None
-) -> ChunkLayout:
+def chunk_layout(geometry: Geometry, group_index: int, digest_name: str, key_id: str | None = None) -> ChunkLayout:
     """Layout of a geometry's group. key_id: of the secret, for keyed digests only.
 
     Raises GeometryError for a group that is not there or whose header exceeds MAX_HEADER_BYTES, FormatError
@@ -186,9 +182,7 @@ def _decimal(text: str, low: int, high: int) -> int:
     return int(text)
 
 
-def _layout(
-    group: Group, group_index: int, chunk_tokens: int, digest_name: str, key_id: str | None
-) -> ChunkLayout:
+def _layout(group: Group, group_index: int, chunk_tokens: int, digest_name: str, key_id: str | None) -> ChunkLayout:
     size = digest_bytes(digest_name)
     if (key_id is not None) != (digest_name == KEYED):
         raise GeometryError(f"digest {digest_name} with key id {key_id!r}: {KEYED} has one, others none")

@@ -60,9 +60,7 @@ def head_range(num_heads: int, tp_size: int, tp_rank: int) -> range:
     if tp_size % num_heads == 0:
         head = tp_rank // (tp_size // num_heads)
         return range(head, head + 1)
-    raise GeometryError(
-        f"TP size {tp_size} cannot split {num_heads} KV heads: one must be a multiple of the other"
-    )
+    raise GeometryError(f"TP size {tp_size} cannot split {num_heads} KV heads: one must be a multiple of the other")
 
 
 def writes(num_heads: int, tp_size: int, tp_rank: int) -> bool:
@@ -92,9 +90,7 @@ def pp_layer_ranges(num_layers: int, pp_size: int, partition: Sequence[int] | No
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def shard_of(
-    group: Group, tp_size: int, tp_rank: int, layer_numbers: Iterable[int] | range | None = None
-) -> Shard:
+def shard_of(group: Group, tp_size: int, tp_rank: int, layer_numbers: Iterable[int] | range | None = None) -> Shard:
     """The cells of one rank. layer_numbers: the model's layers on its pipeline stage, None for all.
 
     Numbers that are not in the group (other groups' layers) are ignored. Raises GeometryError if what

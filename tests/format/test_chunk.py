@@ -1,0 +1,399 @@
+"""tplayout/format/chunk.py: golden bytes, and every kind of damage."""
+
+import dataclasses
+import hashlib
+import struct
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tplayout.errors import FormatError, GeometryError, Reason
+from tplayout.format.chunk import (
+    chunk_layout,
+    parse_header,
+    piece,
+    read_chunk_id,
+    seal,
+    verify,
+    verify_shard,
+    write_digests,
+    write_info,
+)
+from tplayout.format.digest import DIGEST_BYTES, KEYED, make_hasher
+from tplayout.format.geometry import Geometry, Group, Part
+from tplayout.format.keys import ROOT, ChunkId, chain
+from tplayout.format.sharding import Shard, whole
+
+Make = Callable[..., Any]
+SECRET = b"a secret of some length"
+
+GOLDEN_HEADER = (
+    b'{"__metadata__":{"chunk_tokens":"4","codec":"none","digest":"xxh3-128","group":"{\\"dtype\\":\\"F16\\",'
+    b'\\"heads\\":2,\\"kind\\":\\"full\\",\\"layers\\":[0,2],\\"name\\":\\"full\\",\\"parts\\":[{\\"dim\\":2,'
+    b'\\"name\\":\\"k\\"},{\\"dim\\":2,\\"name\\":\\"v\\"}],\\"scales\\":null,\\"window\\":null}","group_index":"0",'
+    b'"tplayout":"1"},"tokens":{"dtype":"I32","shape":[4],"data_offsets":[0,16]},'
+    b'"parent":{"dtype":"U8","shape":[32],"data_offsets":[16,48]},'
+    b'"extras":{"dtype":"U8","shape":[32],"data_offsets":[48,80]},'
+    b'"pad":{"dtype":"U8","shape":[4016],"data_offsets":[80,4096]},'
+    b'"h0.digests":{"dtype":"U8","shape":[2,16],"data_offsets":[4096,4128]},'
+    b'"h0.kv":{"dtype":"F16","shape":[2,2,4,2],"data_offsets":[4128,4192]},'
+    b'"h0.pad":{"dtype":"U8","shape":[4000],"data_offsets":[4192,8192]},'
+    b'"h1.digests":{"dtype":"U8","shape":[2,16],"data_offsets":[8192,8224]},'
+    b'"h1.kv":{"dtype":"F16","shape":[2,2,4,2],"data_offsets":[8224,8288]},'
+    b'"h1.pad":{"dtype":"U8","shape":[4000],"data_offsets":[8288,12288]}}'
+)
+GOLDEN_SHA256 = {
+    "xxh3-128": "1ddeee9bfe6fb7b9e928747352446d3d10080f91c835ed51fa0680a87f908968",
+    "blake3": "64b26616c7550c790dc29242e43899c2663a94835d0a3f5b951a1a33315c1dd3",
+    KEYED: "f1e9a25698100fc6e7416589a20b05913d2ff20a6f5eb30926bd7b5493f45470",
+}
+
+
+def check(sealed: Any, data: Any, **changes: Any) -> ChunkId:
+    fields = {"layout": sealed.layout, "namespace": sealed.namespace, "expected_key": sealed.chunk.key}
+    return verify(data, **{**fields, "hasher": sealed.hasher, **changes})
+
+
+def reason_of(sealed: Any, data: Any, **changes: Any) -> Reason:
+    with pytest.raises(FormatError) as caught:
+        check(sealed, data, **changes)
+    return caught.value.reason
+
+
+def test_golden_header(make_sealed: Make) -> None:
+    """[M17] Byte for byte; the length field makes the data begin at 4096."""
+    header = make_sealed().layout.header
+    assert header[:8] == struct.pack("<Q", 4088)
+    assert header[8:].rstrip(b" ") == GOLDEN_HEADER
+    assert len(header) == 4096
+
+
+@pytest.mark.parametrize("digest", sorted(DIGEST_BYTES))
+def test_golden_objects(make_sealed: Make, digest: str) -> None:
+    """[M17] [M19] [M20] [M35] Fixed for version 1: another hash here is another format."""
+    sealed = make_sealed(digest=digest, secret=SECRET if digest == KEYED else None)
+    assert len(sealed.buf) == 16384
+    assert hashlib.sha256(sealed.buf).hexdigest() == GOLDEN_SHA256[digest]
+
+
+def test_every_byte_of_an_object_is_where_the_table_says(make_sealed: Make) -> None:
+    """[M4] [M18] [M19] The whole object, rebuilt from FORMAT.md's table without our code's offsets."""
+    sealed = make_sealed()
+    cells = bytes(i % 251 for i in range(2 * 2 * 32))
+    info = struct.pack("<4i", 1, 2, 3, 4) + bytes(32) + sealed.chunk.extras
+    expected = sealed.layout.header + info.ljust(4096, b"\0")
+    for head in range(2):
+        own = [cells[(head * 2 + row) * 32 :][:32] for row in range(2)]
+        table = b"".join(
+            sealed.hasher.cell(sealed.chunk.key, "full", head, layer, memoryview(cell))
+            for layer, cell in zip((0, 2), own, strict=True)
+        )
+        expected += (table + b"".join(own)).ljust(4096, b"\0")
+    assert bytes(sealed.buf) == expected
+
+
+def test_an_intact_object_is_accepted(make_sealed: Make) -> None:
+    for digest in DIGEST_BYTES:
+        sealed = make_sealed(digest=digest, secret=SECRET if digest == KEYED else None)
+        for view in (sealed.buf, bytes(sealed.buf), memoryview(sealed.buf).toreadonly()):
+            assert check(sealed, view) == sealed.chunk
+    second = make_sealed(group_index=1)
+    assert check(second, second.buf).tokens == (1, 2, 3, 4)
+
+
+def test_a_later_chunk_keeps_its_parent(make_sealed: Make) -> None:
+    sealed = make_sealed()
+    later = chain(sealed.namespace, range(100, 108), 4)[1]
+    seal(sealed.buf, sealed.layout, sealed.namespace, later, sealed.hasher)
+    found = check(sealed, sealed.buf, expected_key=later.key)
+    assert found == dataclasses.replace(later, index=-1)
+    assert found.parent != ROOT
+
+
+def test_the_same_kv_gives_the_same_bytes(make_sealed: Make) -> None:
+    """[M20] Whatever was in the buffer before."""
+    sealed = make_sealed()
+    again = bytearray(b"\xaa" * (sealed.layout.nbytes + 100))
+    for head in range(2):
+        span = sealed.layout.kv_range(head, range(2))
+        again[span.start : span.stop] = sealed.buf[span.start : span.stop]
+    seal(again, sealed.layout, sealed.namespace, sealed.chunk, sealed.hasher)
+    assert again[: sealed.layout.nbytes] == sealed.buf
+    assert again[sealed.layout.nbytes :] == b"\xaa" * 100
+
+
+def test_sealing_by_shards_is_sealing(make_sealed: Make) -> None:
+    sealed = make_sealed()
+    again = bytearray(sealed.buf)
+    for head in range(2):
+        span = sealed.layout.digests_range(head, range(2))
+        again[span.start : span.stop] = bytes(len(span))
+    write_info(again, sealed.layout, sealed.chunk)
+    for head in range(2):
+        for layer in range(2):
+            shard = Shard(range(head, head + 1), range(layer, layer + 1))
+            write_digests(again, sealed.layout, sealed.chunk.key, sealed.hasher, shard)
+    assert again == sealed.buf
+
+
+def test_every_truncation_is_refused(make_sealed: Make) -> None:
+    """[M27] [M31] At each byte of the object, as a whole read and as a header with a file size."""
+    sealed = make_sealed()
+    view = memoryview(sealed.buf)
+    header = view[: sealed.layout.data_start]
+    for size in range(len(view)):
+        assert reason_of(sealed, view[:size]) is Reason.TRUNCATED
+        with pytest.raises(FormatError) as caught:
+            parse_header(header[:size], size)
+        assert caught.value.reason is Reason.TRUNCATED
+
+
+def test_trailing_bytes_are_refused(make_sealed: Make) -> None:
+    """[M27]"""
+    sealed = make_sealed()
+    for more in (1, 4096):
+        assert reason_of(sealed, bytes(sealed.buf) + bytes(more)) is Reason.TRAILING
+
+
+HEADER_REASONS = set(Reason) - {Reason.DIGEST_MISMATCH, Reason.BAD_PADDING, Reason.WRONG_KEY, Reason.BAD_NAME}
+
+
+def fault(sealed: Any, data: bytearray) -> Reason | None:
+    try:
+        check(sealed, data)
+    except FormatError as error:
+        return error.reason
+    return None
+
+
+@pytest.mark.parametrize("digest", ["xxh3-128", KEYED])
+def test_every_flipped_bit_is_refused(make_sealed: Make, digest: str) -> None:
+    """[M25] [M28] [M31] Each bit of the object in turn; the reason is that of its place."""
+    sealed = make_sealed(digest=digest, secret=SECRET if digest == KEYED else None)
+    layout, data = sealed.layout, bytearray(sealed.buf)
+    allowed: list[set[Reason]] = [HEADER_REASONS] * layout.data_start
+    allowed += [{Reason.WRONG_KEY}] * (layout.extras_range.stop - layout.data_start)
+    allowed += [{Reason.DIGEST_MISMATCH}] * (layout.nbytes - layout.extras_range.stop)
+    for pad in layout.pads():
+        allowed[pad.start : pad.stop] = [{Reason.BAD_PADDING}] * len(pad)
+    for position, reasons in enumerate(allowed):
+        for mask in (1 << bit for bit in range(8)):
+            data[position] ^= mask
+            assert fault(sealed, data) in reasons, f"byte {position}, mask {mask}"
+            data[position] ^= mask
+    assert data == sealed.buf
+
+
+def test_a_shard_is_verified_alone(make_sealed: Make) -> None:
+    """[M25] With a shard, damage in other cells does not matter, in its own it does."""
+    sealed = make_sealed()
+    data = bytearray(sealed.buf)
+    data[sealed.layout.cell_range(1, 0).start] ^= 1
+    check(sealed, data, shard=Shard(range(1), range(2)))
+    check(sealed, data, shard=Shard(range(2), range(1, 2)))
+    check(sealed, data, shard=Shard(range(0), range(0)))
+    assert reason_of(sealed, data, shard=Shard(range(1, 2), range(1))) is Reason.DIGEST_MISMATCH
+    assert reason_of(sealed, data) is Reason.DIGEST_MISMATCH
+    with pytest.raises(GeometryError):
+        check(sealed, data, shard=Shard(range(3), range(2)))
+
+
+def test_swapped_cells_and_heads_are_refused(make_sealed: Make) -> None:
+    """[M22] Even when the digest moves with its cell."""
+    sealed = make_sealed()
+    layout = sealed.layout
+    cells = [(head, layer) for head in range(2) for layer in range(2)]
+    for one in cells:
+        for other in cells:
+            if one == other:
+                continue
+            data = bytearray(sealed.buf)
+            for span in (layout.cell_range, layout.digest_range):
+                data[span(*one).start : span(*one).stop] = sealed.buf[span(*other).start : span(*other).stop]
+                data[span(*other).start : span(*other).stop] = sealed.buf[span(*one).start : span(*one).stop]
+            assert reason_of(sealed, data) is Reason.DIGEST_MISMATCH
+    first, second = (slice(layout.head_section(h).start, layout.head_section(h).stop) for h in range(2))
+    data = bytearray(sealed.buf)
+    data[first], data[second] = sealed.buf[second], sealed.buf[first]
+    assert reason_of(sealed, data) is Reason.DIGEST_MISMATCH
+
+
+def test_a_wrong_name_or_namespace_is_refused(make_sealed: Make) -> None:
+    """[M26]"""
+    sealed = make_sealed()
+    other = chain(sealed.namespace, range(4), 4)[0]
+    assert reason_of(sealed, sealed.buf, expected_key=other.key) is Reason.WRONG_KEY
+    assert reason_of(sealed, sealed.buf, namespace=bytes(32)) is Reason.WRONG_KEY
+
+
+def test_a_whole_other_chunk_under_this_name_is_refused(make_sealed: Make) -> None:
+    """[M26] Also when tokens are put right but the cells are those of another chunk."""
+    sealed = make_sealed()
+    other = chain(sealed.namespace, range(4), 4)[0]
+    data = bytearray(sealed.buf)
+    seal(data, sealed.layout, sealed.namespace, other, sealed.hasher)
+    assert reason_of(sealed, data) is Reason.WRONG_KEY
+    write_info(data, sealed.layout, sealed.chunk)
+    assert reason_of(sealed, data) is Reason.DIGEST_MISMATCH
+
+
+def test_negative_tokens_are_refused(make_sealed: Make) -> None:
+    """[M15] A key can be computed over them; the object is refused all the same."""
+    sealed = make_sealed()
+    data = bytearray(sealed.buf)
+    data[sealed.layout.tokens_range.start + 3] = 0x80
+    key = read_chunk_id(data, sealed.layout, sealed.namespace).key
+    assert reason_of(sealed, data, expected_key=key) is Reason.BAD_TOKENS
+
+
+def variants(tiny: Geometry) -> list[tuple[Geometry, int, Reason]]:
+    full, window = tiny.groups
+    return [
+        (tiny, 1, Reason.WRONG_GROUP),
+        (Geometry(4, (window, full)), 0, Reason.WRONG_GROUP),
+        (Geometry(4, (dataclasses.replace(full, name="draft.full"),)), 0, Reason.WRONG_GROUP),
+        (Geometry(8, (full,)), 0, Reason.WRONG_GEOMETRY),
+        (Geometry(4, (dataclasses.replace(full, dtype="BF16"),)), 0, Reason.WRONG_GEOMETRY),
+        (Geometry(4, (dataclasses.replace(full, heads=4),)), 0, Reason.WRONG_GEOMETRY),
+        (Geometry(4, (dataclasses.replace(full, layers=(0, 1)),)), 0, Reason.WRONG_GEOMETRY),
+        (Geometry(4, (dataclasses.replace(full, parts=(Part("v", 2), Part("k", 2))),)), 0, Reason.WRONG_GEOMETRY),
+        (Geometry(4, (dataclasses.replace(full, scales=((1.0, 2.0),) * 2),)), 0, Reason.WRONG_GEOMETRY),
+    ]
+
+
+@pytest.mark.parametrize("case", range(9))
+def test_an_object_of_another_geometry_or_group_is_refused(make_sealed: Make, tiny: Geometry, case: int) -> None:
+    """[M26] [M31]"""
+    geometry, index, reason = variants(tiny)[case]
+    sealed, other = make_sealed(), make_sealed(geometry, index)
+    assert reason_of(sealed, other.buf) is reason
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b'"tplayout":"1"', b'"tplayout":"2"', Reason.WRONG_VERSION),
+        (b'"tplayout":"1"', b'"tplayouT":"1"', Reason.NOT_A_CHUNK),
+        (b'"codec":"none"', b'"codec":"zstd"', Reason.UNSUPPORTED_CODEC),
+        (b'"digest":"xxh3-128"', b'"digest":"xxh3-129"', Reason.UNSUPPORTED_DIGEST),
+        (b'"digest":"xxh3-128"', b'"digest":"blake3"  ', Reason.WRONG_DIGEST),
+        (b'"group_index":"0"', b'"group_index":"1"', Reason.WRONG_GROUP),
+        (b'"chunk_tokens":"4"', b'"chunk_tokens":"5"', Reason.WRONG_GEOMETRY),
+        (b'"h0.kv":{"dtype":"F16"', b'"h0.kv":{"dtype":"I16"', Reason.BAD_DTYPE),
+        (b'"h1.kv":', b'"h2.kv":', Reason.BAD_TENSOR),
+        (b'"shape":[2,2,4,2]', b'"shape":[2,4,2,2]', Reason.BAD_SHAPE),
+        (b'"h0.pad":{', b'"h1.pad":{', Reason.DUPLICATE_NAME),
+        (b'"codec":"none"', b'"codec" :"none"', Reason.BAD_HEADER),
+    ],
+)
+def test_a_changed_header_is_named(make_sealed: Make, old: bytes, new: bytes, reason: Reason) -> None:
+    """[M13] [M26] [M31] [M35]"""
+    sealed = make_sealed()
+    header = sealed.layout.header.replace(old, new, 1)
+    data = header[:4095].ljust(4096) + bytes(sealed.buf[4096:])
+    assert data != sealed.buf
+    assert reason_of(sealed, data) is reason
+
+
+def test_moved_offsets_are_named(make_sealed: Make) -> None:
+    """[M18] [M31] Consistent within itself, but the heads are not where the geometry puts them."""
+    sealed = make_sealed()
+    header = sealed.layout.header.replace(b'"h0.', b'"hX.').replace(b'"h1.', b'"h0.').replace(b'"hX.', b'"h1.')
+    assert reason_of(sealed, header + bytes(sealed.buf[4096:])) is Reason.BAD_OFFSETS
+    longer = struct.pack("<Q", 8184) + sealed.layout.header[8:].ljust(8184) + bytes(sealed.buf[4096:])
+    assert reason_of(sealed, longer) is Reason.BAD_OFFSETS
+
+
+def test_another_writer_of_safetensors_is_refused(make_sealed: Make) -> None:
+    """[M17] Another library's header for the same tensors is not ours."""
+    st = pytest.importorskip("safetensors.numpy")
+    sealed = make_sealed()
+    tensors = st.load(bytes(sealed.buf))
+    metadata = dict(parse_header(sealed.layout.header, len(sealed.buf)).metadata)
+    assert reason_of(sealed, st.save(tensors, metadata)) is Reason.BAD_OFFSETS
+    assert reason_of(sealed, st.save(tensors)) is Reason.NOT_A_CHUNK
+
+
+def test_a_keyed_object_needs_its_secret(make_sealed: Make) -> None:
+    """[M24] Both ways: no downgrade to an unkeyed object either."""
+    plain, keyed, other = make_sealed(), make_sealed(secret=SECRET), make_sealed(secret=b"another secret, too")
+    assert reason_of(keyed, plain.buf) is Reason.WRONG_DIGEST
+    assert reason_of(plain, keyed.buf) is Reason.WRONG_DIGEST
+    assert reason_of(keyed, other.buf) is Reason.WRONG_SECRET
+    assert reason_of(keyed, keyed.buf, hasher=other.hasher) is Reason.WRONG_SECRET
+    assert reason_of(keyed, keyed.buf, hasher=plain.hasher) is Reason.WRONG_DIGEST
+    forged = bytearray(other.buf)
+    write_info(forged, keyed.layout, keyed.chunk)
+    assert reason_of(keyed, forged) is Reason.DIGEST_MISMATCH
+
+
+def test_no_secret_is_in_an_object(make_sealed: Make) -> None:
+    """[M23]"""
+    assert SECRET not in make_sealed(secret=SECRET).buf
+
+
+def test_ranged_reads_are_verified(make_sealed: Make) -> None:
+    """[M25] [M27] Only the ranges that a shard needs, and each is length-checked."""
+    sealed = make_sealed()
+    layout, data, key = sealed.layout, sealed.buf, sealed.chunk.key
+    for gap in (0, 65536):
+        for shard in (whole(layout.group), Shard(range(1, 2), range(2)), Shard(range(2), range(1, 2))):
+            spans = layout.shard_sections(shard, gap)
+            parts = {span: bytes(data[span.start : span.stop]) for span in spans}
+            verify_shard(parts, layout, key, sealed.hasher, shard)
+            cell = piece(parts, layout.cell_range(shard.heads[0], shard.layers[0]))
+            span = layout.cell_range(shard.heads[0], shard.layers[0])
+            assert cell == data[span.start : span.stop]
+            for reason, broken in damaged(parts):
+                with pytest.raises(FormatError) as caught:
+                    verify_shard(broken, layout, key, sealed.hasher, shard)
+                assert caught.value.reason is reason
+            with pytest.raises(FormatError) as caught:
+                verify_shard(parts, layout, bytes(32), sealed.hasher, shard)
+            assert caught.value.reason is Reason.DIGEST_MISMATCH
+
+
+def damaged(parts: dict[range, bytes]) -> list[tuple[Reason, dict[range, bytes]]]:
+    span, data = next(iter(parts.items()))
+    rest = {other: parts[other] for other in parts if other != span}
+    return [
+        (Reason.TRUNCATED, rest),
+        (Reason.TRUNCATED, {**parts, span: data[:-1]}),
+        (Reason.TRUNCATED, {**parts, span: b""}),
+        (Reason.TRAILING, {**parts, span: data + b"\0"}),
+        (Reason.DIGEST_MISMATCH, {**parts, span: bytes([data[0] ^ 1]) + data[1:]}),
+    ]
+
+
+def test_writers_are_told_of_their_mistakes(make_sealed: Make) -> None:
+    """[M14] [M15]"""
+    sealed = make_sealed()
+    arguments = (sealed.layout, sealed.namespace, sealed.chunk, sealed.hasher)
+    with pytest.raises(GeometryError, match="buffer"):
+        seal(bytearray(100), *arguments)
+    wrong_key = dataclasses.replace(sealed.chunk, key=bytes(32))
+    with pytest.raises(FormatError) as caught:
+        seal(sealed.buf, sealed.layout, sealed.namespace, wrong_key, sealed.hasher)
+    assert caught.value.reason is Reason.WRONG_KEY
+    with pytest.raises(GeometryError, match="tokens"):
+        write_info(sealed.buf, sealed.layout, dataclasses.replace(sealed.chunk, tokens=(1, 2, 3)))
+    with pytest.raises(FormatError) as caught:
+        write_digests(sealed.buf, sealed.layout, sealed.chunk.key, make_hasher("blake3"))
+    assert caught.value.reason is Reason.WRONG_DIGEST
+    with pytest.raises(FormatError) as caught:
+        read_chunk_id(sealed.buf[:4100], sealed.layout, sealed.namespace)
+    assert caught.value.reason is Reason.TRUNCATED
+
+
+def test_sealing_and_verifying_copy_no_cells() -> None:
+    """[M29] 32 MiB of cells; what is allocated is in the order of the header."""
+    group = Group("full", "full", tuple(range(32)), 8, (Part("k", 128), Part("v", 128)), "BF16")
+    layout = chunk_layout(Geometry(256, (group,)), 0, "xxh3-128")
+    chunk, hasher, buf = chain(bytes(32), range(256), 256)[0], make_hasher(), bytearray(layout.nbytes)
+    tracemalloc.start()
+    seal(buf, layout, bytes(32), chunk, hasher)
+    verify(buf, layout, bytes(32), chunk.key, hasher)
+    assert tracemalloc.get_traced_memory()[1] < 200_000
+    tracemalloc.stop()
