@@ -251,14 +251,14 @@ class VLLMServer:
 
     def _wait_for_end(self, timeout: float, which: Callable[[int], bool]) -> bool:
         limit = time.monotonic() + timeout
-        while any(which(pid) for pid in processes_of(self.run, self.process.pid)):
+        while any(which(pid) for pid in processes_of(self.run, self._session)):
             if time.monotonic() > limit:
                 return False
             time.sleep(0.1)
         return True
 
     def _kill(self, which: Callable[[int], bool]) -> None:
-        for pid in processes_of(self.run, self.process.pid):
+        for pid in processes_of(self.run, self._session):
             if which(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
