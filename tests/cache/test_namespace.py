@@ -66,6 +66,7 @@ def test_a_store_of_the_caller_stays_open(store: Store, one_group: Identity) -> 
 
 
 def test_the_digest_of_an_existing_namespace_is_adopted(store: Store, one_group: Identity, kit: Any) -> None:
+    """[M13]"""
     put_document(store, one_group, digest="blake3")
     cache = Cache.open(store, one_group)
     kit.fill(cache, 1)
