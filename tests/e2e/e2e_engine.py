@@ -197,11 +197,12 @@ def gone(run: str, words: str, within: float) -> bool:
 
 
 @contextlib.contextmanager
-def engine(args: dict[str, Any], log: Path, **options: Any) -> Iterator[Engine]:
-    """A started engine that is shut down in order at the end, and killed whatever happens."""
+def engine(args: dict[str, Any], log: Path, orderly: bool = False, **options: Any) -> Iterator[Engine]:
+    """A started engine that is killed at the end, which is quick; `orderly`: shut down first."""
     running = Engine(args, log, **options)
     try:
         yield running.start()
-        running.stop()
+        if orderly:
+            running.stop()
     finally:
         running.kill()

@@ -1,0 +1,146 @@
+"""Prompts, engine arguments and comparisons that the end-to-end tests share."""
+
+import json
+import os
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import demo
+import demo_models
+from e2e_engine import Engine, Output, engine
+
+CHUNK = 256
+STORY_TOKENS = 1100  # four full chunks and a bit
+ANSWER = 8
+
+# Log-probabilities of float32 runs that differ only in where the KV came from and in block boundaries: seen is 3e-5.
+TOLERANCE = 3e-4
+
+# Which reference runs the TP cases need: (model, TP) -> prompts.
+REFERENCES = {
+    ("smollm2", 1): ("a", "b"),
+    ("smollm2", 2): ("a",),
+    ("smollm2", 4): ("b", "c"),
+    ("smollm2-9x3", 1): ("a",),
+}
+
+
+@cache
+def story(name: str) -> list[int]:
+    """Real text as tokens of SmolLM2: "a", "b" and "c" begin differently from their first word on."""
+    from tokenizers import Tokenizer
+
+    parts = [part.strip() for part in demo.TEXT.read_text().split("\n---\n")]
+    order = {"a": (0, 1), "b": (2, 1), "c": (1, 0)}[name]
+    tokenizer = Tokenizer.from_file(str(demo_models.ensure("smollm2") / "tokenizer.json"))
+    tokens = tokenizer.encode("\n\n".join(parts[part] for part in order)).ids
+    assert len(tokens) >= STORY_TOKENS
+    return list(tokens[:STORY_TOKENS])
+
+
+def noise(length: int, seed: int) -> list[int]:
+    """A prompt for the tiny models, which have no tokenizer."""
+    return demo_models.random_prompt(length, seed)
+
+
+def engine_args(model: str, tp: int, **more: Any) -> dict[str, Any]:
+    """vLLM engine arguments for one of the demo models; tiny ones have no tokenizer."""
+    return {
+        "model": str(demo_models.ensure(model, more.get("dtype", "float32"))),
+        "tensor_parallel_size": tp,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "skip_tokenizer_init": model not in demo_models.SMOLLM2,
+        **more,
+    }
+
+
+def offload(url: str, role: str = "kv_both", **options: Any) -> dict[str, Any]:
+    """The engine argument that switches the connector on."""
+    config = {
+        "kv_connector": "TPLayoutConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"url": url, **options},
+    }
+    return {"kv_transfer_config": config}
+
+
+def assert_same(got: Output, wanted: Output, tolerance: float = TOLERANCE) -> None:
+    """Text and tokens equal, and every log-probability that both report within `tolerance`."""
+    assert (got.text, got.tokens) == (wanted.text, wanted.tokens)
+    assert len(got.logprobs) == len(wanted.logprobs) == len(got.tokens)
+    assert difference(got, wanted) < tolerance
+
+
+def difference(got: Output, wanted: Output) -> float:
+    """Largest difference of a log-probability, over the tokens that both report at a position (two or more)."""
+    largest = 0.0
+    for mine, theirs in zip(got.logprobs, wanted.logprobs, strict=True):
+        common = mine.keys() & theirs.keys()
+        assert len(common) >= 2
+        largest = max(largest, *(abs(mine[token] - theirs[token]) for token in common))
+    return largest
+
+
+def external_hits(running: Engine) -> float:
+    """Prompt tokens that the connector has supplied, by vLLM's own count."""
+    return running.metrics().get("vllm:external_prefix_cache_hits_total", 0.0)
+
+
+def cold_answer(running: Engine, tokens: list[int], max_tokens: int = ANSWER) -> Output:
+    """What the engine answers without any cache: a salt of its own keeps the request apart from all others."""
+    salt = f"cold-{running.names}"
+    output = running.generate(tokens, max_tokens, salt=salt)
+    assert output.cached == 0
+    return output
+
+
+class References:
+    """Answers of engines without the connector: each prompt computed cold, then as the engine's own prefix hit.
+
+    One engine run a (model, TP), on first use. TPLAYOUT_E2E_REFERENCES names a directory to keep them in between
+    sessions, for development.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.kept = Path(os.environ.get("TPLAYOUT_E2E_REFERENCES") or directory)
+        self.answers: dict[tuple[str, int], dict[str, dict[str, Output]]] = {}
+
+    def hit(self, model: str, tp: int, prompt: str) -> Output:
+        """The engine's own prefix hit."""
+        return self._of(model, tp)[prompt]["hit"]
+
+    def cold(self, model: str, tp: int, prompt: str) -> Output:
+        """Computed from the first token on."""
+        return self._of(model, tp)[prompt]["cold"]
+
+    def _of(self, model: str, tp: int) -> dict[str, dict[str, Output]]:
+        if (model, tp) not in self.answers:
+            self.answers[model, tp] = self._load(model, tp) or self._compute(model, tp)
+        return self.answers[model, tp]
+
+    def _file(self, model: str, tp: int) -> Path:
+        return self.kept / f"reference-{model}-tp{tp}.json"
+
+    def _load(self, model: str, tp: int) -> dict[str, dict[str, Output]] | None:
+        try:
+            found = json.loads(self._file(model, tp).read_text())
+        except FileNotFoundError:
+            return None
+        return {p: {kind: Output(**fields) for kind, fields in both.items()} for p, both in found.items()}
+
+    def _compute(self, model: str, tp: int) -> dict[str, dict[str, Output]]:
+        answers = {}
+        with engine(engine_args(model, tp), self.directory / f"reference-{model}-tp{tp}.log") as running:
+            for prompt in REFERENCES[model, tp]:
+                both = {kind: running.generate(story(prompt), ANSWER) for kind in ("cold", "hit")}
+                assert both["cold"].cached == 0
+                assert both["hit"].cached >= STORY_TOKENS - 128
+                answers[prompt] = both
+        plain = {p: {kind: asdict(output) for kind, output in both.items()} for p, both in answers.items()}
+        self._file(model, tp).write_text(json.dumps(plain))
+        return answers
