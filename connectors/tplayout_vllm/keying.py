@@ -8,26 +8,41 @@ from __future__ import annotations
 
 from typing import Any
 
-from tplayout.format.keys import EXTRA_SALT
+from tplayout.format.keys import EXTRA_LORA, EXTRA_SALT
+from tplayout_vllm.adapters import Adapters
 
 Extras = tuple[tuple[str, bytes], ...]
 
 
-def unkeyable(request: Any) -> str | None:
-    """Why a request's KV is not named by its tokens and extras, or None when it is."""
+class Keying:
+    """Decides a request at a time; remembers the adapters it has seen."""
+
+    def __init__(self) -> None:
+        self._adapters = Adapters()
+
+    def extras(self, request: Any) -> Extras | str:
+        """What belongs into every chunk key of a request besides its tokens, or why it cannot be keyed."""
+        reason = _unkeyable(request)
+        if reason is not None:
+            return reason
+        extras: list[tuple[str, bytes]] = []
+        if request.lora_request is not None:
+            digest = self._adapters.digest(request.lora_request)
+            if digest is None:
+                return "lora"
+            extras.append((EXTRA_LORA, digest))
+        if request.cache_salt:
+            extras.append((EXTRA_SALT, request.cache_salt.encode()))
+        return tuple(extras)
+
+
+def _unkeyable(request: Any) -> str | None:
     if request.prompt_embeds is not None:
         return "prompt-embeds"
     if request.mm_features:
-        return "multimodal"
-    if request.lora_request is not None:
-        return "lora"
+        return "multimodal"  # their identifiers may be the caller's own, which are no digests of the content
     if request.pooling_params is not None:
         return "pooling"
     if request.resumable:
         return "streaming-input"
     return None
-
-
-def extras(request: Any) -> Extras:
-    """What belongs into every chunk key of a request besides its tokens."""
-    return ((EXTRA_SALT, request.cache_salt.encode()),) if request.cache_salt else ()

@@ -16,7 +16,7 @@ from tplayout.format.keys import ROOT, ChunkId, chain
 from tplayout.staging.stager import SlotRef, Stager
 from tplayout_vllm import search
 from tplayout_vllm.blocks import BlockTables, Tables
-from tplayout_vllm.keying import Extras, extras, unkeyable
+from tplayout_vllm.keying import Extras, Keying
 from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer
 from tplayout_vllm.metrics import COUNTERS, SKIPS, TPLayoutStats
 
@@ -61,6 +61,7 @@ class SchedulerSide:
         self._loading: set[str] = set()  # survives the request: an aborted one lets go of its slots when its load ends
         self._pending: list[Transfer] = []
         self._waiting: set[str] = set()
+        self._keying = Keying()
         self._unkeyable: Counter[str] = Counter()
         self._idle_steps = 0
         self._reported: Counter[str] = Counter()
@@ -69,11 +70,11 @@ class SchedulerSide:
 
     def add(self, request: Any, local_tokens: Callable[[Any], int]) -> None:
         """A new request: start staging what the engine does not hold already."""
-        reason = unkeyable(request)
-        if reason is not None:
-            self._unkeyable[reason] += 1
+        extras = self._keying.extras(request)
+        if isinstance(extras, str):
+            self._unkeyable[extras] += 1
             return
-        tracked = Tracked(request, extras(request))
+        tracked = Tracked(request, extras)
         self._tracked[request.request_id] = tracked
         if self._may_load(tracked):
             self._search(tracked, local_tokens(request))
