@@ -91,7 +91,7 @@ class S3Server:
         """Start the process and wait until it answers; RuntimeError with its log if it does not."""
         (self.directory / self.bucket).mkdir(parents=True, exist_ok=True)
         command = [
-            *_die_with_parent(),
+            *die_with_parent(),
             rclone_path(),
             *("--config", os.devnull, "--cache-dir", str(self._cache)),
             *("serve", "s3", str(self.directory), "--addr", f"127.0.0.1:{self.port}"),
@@ -102,7 +102,7 @@ class S3Server:
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         limit = time.monotonic() + START_TIMEOUT_S
-        while not _answers(self.port):
+        while not answers(self.port):
             if self._process.poll() is not None or time.monotonic() > limit:
                 tail = self._log.read_text(errors="replace")[-2000:]
                 self.stop()
@@ -155,13 +155,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _die_with_parent() -> list[str]:
+def die_with_parent() -> list[str]:
     """A command prefix that ends the server with whoever started it, where util-linux has it."""
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM", "--"] if setpriv and sys.platform == "linux" else []
 
 
-def _answers(port: int) -> bool:
+def answers(port: int) -> bool:
     """True if an HTTP server answers on the port (any status)."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1) as conn:

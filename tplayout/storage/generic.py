@@ -239,7 +239,7 @@ def _error(what: str, exc: Exception, scrub: Scrubber) -> StorageError:
     number = exc.errno if isinstance(exc, OSError) else None
     status = _status(exc)
     said = f"{what}: {type(exc).__name__}: {scrub(exc) or 'no details'}"
-    if isinstance(exc, FileNotFoundError) or status == 404:
+    if isinstance(exc, FileNotFoundError | NotADirectoryError | IsADirectoryError) or status == 404:
         return NotFound(said)
     if isinstance(exc, NotImplementedError):
         return Forbidden(f"{said}; this file system cannot do it, use another one for a store that is written")

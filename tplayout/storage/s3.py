@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,8 +198,7 @@ class S3Store(Store):
                     error = exc
                 except Exception as exc:  # a body that broke off, a library's surprise
                     error = from_exception(self._what(verb, key), exc, self._scrub)
-                passing = error.kind in (StorageErrorKind.UNAVAILABLE, StorageErrorKind.SHORT_READ)
-                if not passing or not left or pause > deadline.left():
+                if error.kind is not StorageErrorKind.UNAVAILABLE or not left or pause > deadline.left():
                     break
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause *= 2
@@ -213,7 +213,7 @@ class S3Store(Store):
                 raise self._too_large(verb, key, size, room)
             done = await _pump(body, size, keep)
         if done != size:
-            raise self._short(verb, key, size, done)
+            raise self._broken(verb, key, size, done)
         return size
 
     async def _read_parts(self, key: str, lease: Lease) -> int:
@@ -254,7 +254,7 @@ class S3Store(Store):
                 raise self._too_large(verb, key, total, room)
             done = await _pump(body, size, keep, start)
         if done != size:
-            raise self._short(verb, key, start + size, start + done)
+            raise self._broken(verb, key, size, done)
         return _Part(done, total, (response.get("ETag"), response.get("VersionId")))
 
     async def _request(self, verb: str, key: str, method: str, **arguments: Any) -> Any:
@@ -272,6 +272,9 @@ class S3Store(Store):
             return await self._fs._call_s3(method, Bucket=self._bucket, **arguments)
         except Exception as exc:
             raise from_exception(self._what(verb, key), exc, self._scrub) from None
+
+    def _broken(self, verb: str, key: str, size: int, done: int) -> Unavailable:
+        return Unavailable(f"{self._what(verb, key)}: the answer broke off after {done} of {size} bytes")
 
     def _what(self, verb: str, key: str) -> str:
         return f"{verb} {key!r} on {self.url}"
@@ -322,12 +325,12 @@ class _Upload:
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """base with changes put over it, tables merged member by member."""
-    out = dict(base)
+    """base with changes put over it, tables merged member by member; shares no table with either."""
+    out = copy.deepcopy(dict(base))
     for name, value in changes.items():
         old = out.get(name)
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        out[name] = merged(old, value) if both else value  # type: ignore[arg-type]
+        out[name] = merged(old, value) if both else copy.deepcopy(value)  # type: ignore[arg-type]
     return out
 
 

@@ -63,16 +63,21 @@ def open_store(
         raise ConfigError(f"timeout_s {timeout_s!r} must be a number of seconds above 0 and below 86400")
     found = _SCHEME.fullmatch(text)
     scheme, rest = (found[1].lower(), found[2]) if found else ("", text)
-    if scheme in ("", "file", "local"):
-        return _open_local(scheme, rest, text, options, timeout_s)
-    if "::" in text or scheme in _CACHES:
+    if scheme in _CACHES or _is_chained(scheme, text):
         raise ConfigError(
             f"url {redact(text)!r}: chained URLs and fsspec's file caches are unsafe under concurrency; "
             "name the store itself"
         )
+    if scheme in ("", "file", "local"):
+        return _open_local(scheme, rest, text, options, timeout_s)
     if scheme in ("s3", "s3a"):
         return _open_s3(rest, text, options, timeout_s)
     return _open_generic(scheme, text, options, timeout_s)
+
+
+def _is_chained(scheme: str, text: str) -> bool:
+    """True for fsspec's a::b://c and a://b::c://d. A plain path, and an ARN, may contain two colons."""
+    return "::" in text and "://" in text and scheme not in ("file", "local", "s3", "s3a")
 
 
 def _open_local(scheme: str, rest: str, text: str, options: dict[str, Any], timeout_s: float) -> Store:
@@ -126,7 +131,7 @@ def _open_generic(scheme: str, text: str, options: dict[str, Any], timeout_s: fl
     try:
         kind = fsspec.get_filesystem_class(scheme)
     except ValueError:
-        near = difflib.get_close_matches(scheme, ["file", "s3", "memory", *fsspec.available_protocols()], 1)
+        near = difflib.get_close_matches(scheme, ["file", "s3", "memory", *fsspec.available_protocols()], 1, 0.5)
         hint = f"; did you mean {near[0]}://?" if near else ""
         raise ConfigError(f"url {redact(text)!r}: no file system is called {scheme}://{hint}") from None
     except ImportError as exc:
