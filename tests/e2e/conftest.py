@@ -9,6 +9,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent / "tools")]
 
 from e2e_cases import References  # noqa: E402
+from e2e_tp_runs import Run, run  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,3 +28,31 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     return References(tmp_path_factory.mktemp("references"))
+
+
+# Each of the following is one engine in fresh processes. It reads what the earlier ones wrote and writes for the later.
+
+
+@pytest.fixture(scope="session")
+def tp_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tp-store")
+
+
+@pytest.fixture(scope="session")
+def tp4(tp_root: Path, logs: Path) -> Run:
+    return run(tp_root, logs / "tp4.log", "smollm2", 4, 64, "kv_producer", read="", write="a")
+
+
+@pytest.fixture(scope="session")
+def tp2(tp_root: Path, logs: Path, tp4: Run) -> Run:
+    return run(tp_root, logs / "tp2.log", "smollm2", 2, 32, "kv_both", read="a", write="b")
+
+
+@pytest.fixture(scope="session")
+def tp1(tp_root: Path, logs: Path, tp2: Run) -> Run:
+    return run(tp_root, logs / "tp1.log", "smollm2", 1, 128, "kv_both", read="ab", write="c")
+
+
+@pytest.fixture(scope="session")
+def tp4_reads(tp_root: Path, logs: Path, tp1: Run) -> Run:
+    return run(tp_root, logs / "tp4-reads.log", "smollm2", 4, 64, "kv_consumer", read="bc", write="")

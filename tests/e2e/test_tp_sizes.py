@@ -1,85 +1,15 @@
 """What one TP size writes, others read: real weights, real ranks, and other block sizes on each side.
 
-Each run below is one engine with a fresh process; it reads what earlier ones wrote and writes for later ones.
-Its answers are compared with what an engine of the same TP size without the connector gives as a prefix hit.
+The runs `tp4`, `tp2`, `tp1` and `tp4_reads` are fixtures of conftest.py. Answers are compared with what an engine of
+the same TP size without the connector gives as its own prefix hit.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-from e2e_cases import ANSWER, CHUNK, STORY_TOKENS, References, assert_same, engine_args, external_hits, offload, story
-from e2e_engine import Output, engine
-from e2e_store import objects, stored_prefix, verified, wait_until_stored
-
-FULL = STORY_TOKENS // CHUNK * CHUNK
-
-
-@dataclass(frozen=True)
-class Read:
-    """A prompt answered by a fresh engine: the answer, and the tokens of it that the connector supplied."""
-
-    output: Output
-    supplied: float
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one engine did. again: the last prompt written, once more, with the engine's own prefix cache emptied."""
-
-    read: dict[str, Read]
-    wrote: dict[str, Output]
-    again: Output
-    before: dict[str, bytes]
-    after: dict[str, bytes]
-
-
-Runner = Callable[..., Run]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store")
-
-
-def run(root: Path, log: Path, model: str, tp: int, block: int, role: str, read: str, write: str) -> Run:
-    """One engine: answer the prompts `read`, then `write`, then the last of all with only the connector's help."""
-    before = objects(root)
-    args = engine_args(model, tp, block_size=block, **offload(f"file://{root}", role, chunk_tokens=CHUNK))
-    reads, writes = {}, {}
-    with engine(args, log) as running:
-        for prompt in read:
-            supplied = external_hits(running)
-            output = running.generate(story(prompt), ANSWER)
-            reads[prompt] = Read(output, external_hits(running) - supplied)
-        for prompt in write:
-            writes[prompt] = running.generate(story(prompt), ANSWER)
-            if role != "kv_consumer":
-                wait_until_stored(root, story(prompt), FULL)
-        assert running.call("reset_prefix_cache", connector=True)
-        again = running.generate(story((read + write)[-1]), ANSWER)
-    return Run(reads, writes, again, before, objects(root))
-
-
-@pytest.fixture(scope="module")
-def tp4(root: Path, logs: Path) -> Run:
-    return run(root, logs / "tp4.log", "smollm2", 4, 64, "kv_producer", read="", write="a")
-
-
-@pytest.fixture(scope="module")
-def tp2(root: Path, logs: Path, tp4: Run) -> Run:
-    return run(root, logs / "tp2.log", "smollm2", 2, 32, "kv_both", read="a", write="b")
-
-
-@pytest.fixture(scope="module")
-def tp1(root: Path, logs: Path, tp2: Run) -> Run:
-    return run(root, logs / "tp1.log", "smollm2", 1, 128, "kv_both", read="ab", write="c")
-
-
-@pytest.fixture(scope="module")
-def tp4_reads(root: Path, logs: Path, tp1: Run) -> Run:
-    return run(root, logs / "tp4-reads.log", "smollm2", 4, 64, "kv_consumer", read="bc", write="")
+from e2e_cases import CHUNK, References, assert_same, story
+from e2e_engine import Output
+from e2e_store import stored_prefix, verified
+from e2e_tp_runs import FULL, Read, Run, run
 
 
 def check_read(read: Read, reference: Output) -> None:
@@ -109,9 +39,9 @@ def test_tp1_to_tp4(tp4_reads: Run, references: References) -> None:
     check_read(tp4_reads.read["c"], references.hit("smollm2", 4, "c"))
 
 
-def test_a_producer_saves_and_never_loads(root: Path, tp4: Run) -> None:
+def test_a_producer_saves_and_never_loads(tp_root: Path, tp4: Run) -> None:
     assert tp4.wrote["a"].cached == 0
-    assert stored_prefix(root, story("a")) == FULL
+    assert stored_prefix(tp_root, story("a")) == FULL
     assert tp4.again.cached == 0
     assert tp4.again.text == tp4.wrote["a"].text
 
@@ -135,8 +65,8 @@ def test_what_is_stored_is_never_written_again(tp4: Run, tp2: Run, tp1: Run) -> 
         assert len(later.after) - len(later.before) == FULL // CHUNK
 
 
-def test_every_object_verifies(root: Path, tp4_reads: Run) -> None:
-    assert len(verified(root)) == 3 * FULL // CHUNK
+def test_every_object_verifies(tp_root: Path, tp4_reads: Run) -> None:
+    assert len(verified(tp_root)) == 3 * FULL // CHUNK
 
 
 def test_tp3_to_tp1(tmp_path: Path, logs: Path, references: References) -> None:
