@@ -257,16 +257,12 @@ def depends_on_prefix(model: Path, tokens: Sequence[int] | None = None, changed:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line: builds the models named and prints where they are."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="*", help="names, see --list")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--root", type=Path, default=ROOT, help="where models are kept (default: .models)")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
-    parser.add_argument(
-        "--check", action="store_true", help="also check that the output depends on the prompt"
-    )
+    parser.add_argument("--check", action="store_true", help="also check that the output depends on the prompt")
     options = parser.parse_args(arguments)
     if options.list:
         print("\n".join(names()))

@@ -148,11 +148,7 @@ def _write_tokenizer(directory: Path, meta: dict[str, Any]) -> None:
     )
     tokenizer.decoder = decoders.ByteLevel()
     control = 3  # GGUF's token type of a special token
-    special = [
-        token
-        for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True)
-        if kind == control
-    ]
+    special = [token for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True) if kind == control]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     tokenizer.save(str(directory / "tokenizer.json"))
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -163,10 +159,7 @@ def _write_tokenizer(directory: Path, meta: dict[str, Any]) -> None:
             "model_max_length": meta["llama.context_length"],
             "clean_up_tokenization_spaces": False,
             "chat_template": meta["tokenizer.chat_template"],
-            **{
-                f"{key}_token": tokens[meta[f"tokenizer.ggml.{value}_token_id"]]
-                for key, value in named.items()
-            },
+            **{f"{key}_token": tokens[meta[f"tokenizer.ggml.{value}_token_id"]] for key, value in named.items()},
         },
     )
 

@@ -8,9 +8,7 @@ from tools import demo_models, smollm2
 
 
 def test_names_cover_both_kinds():
-    assert {"smollm2", "smollm2-9x3", "llama", "llama-kv2", "gemma3", "deepseek-v2"} <= set(
-        demo_models.names()
-    )
+    assert {"smollm2", "smollm2-9x3", "llama", "llama-kv2", "gemma3", "deepseek-v2"} <= set(demo_models.names())
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("no-such-model", "float32"), ("llama", "float64")])
@@ -73,9 +71,7 @@ def test_padded_heads_compute_what_the_model_does():
     tokens = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
     logits = {}
     for name in ("smollm2", "smollm2-9x3"):
-        network = transformers.AutoModelForCausalLM.from_pretrained(
-            demo_models.ensure(name), dtype=torch.float32
-        )
+        network = transformers.AutoModelForCausalLM.from_pretrained(demo_models.ensure(name), dtype=torch.float32)
         with torch.no_grad():
             logits[name] = network.eval()(tokens).logits[0]
     assert torch.allclose(logits["smollm2"], logits["smollm2-9x3"], atol=1e-4)
