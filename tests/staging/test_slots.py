@@ -90,6 +90,15 @@ def test_forget_all_hides_what_is_in_use_and_frees_the_rest():
     assert table.counts()["free"] == 2
 
 
+def test_a_free_slot_is_not_freed_again():
+    table = SlotTable(2, 1)
+    slot = table.acquire(key(1), [0], Part.LOADING)
+    table.forget_all()
+    table.change(slot, [0], Part.CLEAN)
+    table.change(slot, [], Part.EMPTY)
+    assert table.available == 2
+
+
 def test_a_slot_that_has_used_up_its_generations_is_retired():
     table = SlotTable(1, 1, last_generation=2)
     for number in (1, 2):
@@ -159,6 +168,7 @@ class SlotMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(self.in_use()))
         group = data.draw(st.integers(0, GROUPS - 1))
         self.table.change(slot, [group], data.draw(st.sampled_from(STEPS[self.table.part(slot, group)])))
+        self.table.change(slot, [], Part.EMPTY)
 
     @precondition(lambda self: self.in_use())
     @rule(data=st.data())

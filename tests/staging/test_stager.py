@@ -222,6 +222,22 @@ def test_a_void_mark_drops_the_chunk_and_frees_the_slot(world):
     assert stager.snapshot()["slots"]["free"] == 8
 
 
+def test_a_group_that_is_saved_again_in_the_same_generation_waits_for_new_marks(world, two_groups):
+    stager = world.stager(geometry=two_groups)
+    chunk = world.chunks(1)[0]
+    world.save(stager, [chunk], groups=[0])
+    first = stager.begin_save(chunk)
+    for writer in range(2):
+        stager.region.mark(first.slot, 1, writer, first.generation, usable=bool(writer))
+    world.settle(stager)
+    again = stager.begin_save(chunk)
+    assert again == first
+    assert not stager.region.settled(again.slot, 1, again.generation)
+    world.fill(stager, again, chunk.key)
+    world.settle(stager)
+    assert world.path(chunk, 1).exists()
+
+
 def test_an_abandoned_save_frees_its_slot_without_marks(world):
     stager = world.stager()
     chunk = world.chunks(1)[0]

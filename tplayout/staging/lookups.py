@@ -138,8 +138,9 @@ class Lookups:
             for lookup in list(self._wanting.values()):
                 if self._pool.loads_in_flight >= self._pool.plan.most_loads:
                     return
-                again |= self._stage(lookup)
-                self._advance(lookup)
+                if lookup.name in self._wanting:  # not parked to make room for one before it
+                    again |= self._stage(lookup)
+                    self._advance(lookup)
 
     def enforce_deadlines(self) -> None:
         """End the lookups that have waited long enough, for their chunks or for a slot."""

@@ -173,7 +173,7 @@ class SlotTable:
         """Put the slot where its state belongs: in use, idle (as the most recently used), or free."""
         entry = self._slots[slot]
         self._idle.pop(slot, None)
-        if entry.pins or not all(part in (Part.EMPTY, Part.CLEAN) for part in entry.parts):
+        if entry.key is None or entry.pins or not all(part in (Part.EMPTY, Part.CLEAN) for part in entry.parts):
             return
         if entry.listed and Part.CLEAN in entry.parts:
             self._idle[slot] = None

@@ -1,0 +1,90 @@
+"""The circuit breaker on a clock that the test turns."""
+
+import logging
+
+import pytest
+
+from tplayout.staging.breaker import Breaker
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def opened(clock):
+    breaker = Breaker("loads", clock)
+    for _ in range(3):
+        breaker.failed("timeout", "slow")
+    return breaker
+
+
+def test_it_opens_after_three_failures_in_a_row_only(clock):
+    breaker = Breaker("loads", clock)
+    for _ in range(2):
+        breaker.failed("timeout", "")
+    breaker.succeeded()
+    for _ in range(2):
+        breaker.failed("timeout", "")
+    assert breaker.closed
+    assert not breaker.trial()
+    breaker.failed("timeout", "")
+    assert not breaker.closed
+    assert breaker.kind == "timeout"
+
+
+def test_trials_come_one_at_a_time_and_ever_more_rarely(opened, clock):
+    pauses = []
+    for _ in range(8):
+        asked = clock.now
+        while not opened.trial():
+            clock.now += 0.5
+        assert not opened.trial()
+        pauses.append(clock.now - asked)
+        opened.failed("unavailable", "")
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_success_closes_it_and_the_next_time_it_starts_anew(opened, clock):
+    clock.now = 1.0
+    assert opened.trial()
+    opened.succeeded()
+    assert opened.state == "ok"
+    for _ in range(3):
+        opened.failed("full", "")
+    assert opened.state == "suspended (full), next try in 1 s"
+
+
+def test_a_trial_without_an_answer_is_repeated(opened, clock):
+    clock.now = 1.0
+    assert opened.trial()
+    assert opened.state == "suspended (timeout), being tried"
+    opened.undecided()
+    assert opened.trial()
+
+
+def test_late_failures_of_older_work_do_not_prolong_it(opened, clock):
+    clock.now = 0.5
+    opened.failed("timeout", "")
+    clock.now = 1.0
+    assert opened.trial()
+
+
+def test_each_change_is_one_line(opened, clock, caplog):
+    caplog.set_level(logging.INFO)
+    for _ in range(5):
+        opened.failed("timeout", "")
+    clock.now = 1.0
+    opened.trial()
+    opened.failed("timeout", "")
+    opened.succeeded()
+    opened.succeeded()
+    assert [record.getMessage() for record in caplog.records] == ["tplayout: the store works again, loads are resumed"]

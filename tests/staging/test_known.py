@@ -1,0 +1,45 @@
+"""What is remembered about the store: bounded, and forgotten when told."""
+
+from tplayout.staging.known import Damaged, KnownStored
+
+
+def test_the_least_recently_seen_objects_are_forgotten():
+    known = KnownStored(3)
+    known.add(b"a", [0, 1])
+    known.add(b"b", [0])
+    known.add(b"a", [0])
+    known.add(b"c", [0])
+    assert len(known) == 3
+    assert not known.has(b"a", 1)
+    assert known.has(b"a", 0)
+
+
+def test_objects_are_forgotten_one_by_one_or_all():
+    known = KnownStored(10)
+    known.add(b"a", [0, 1])
+    known.forget(b"a", [1, 2])
+    assert known.has(b"a", 0)
+    assert not known.has(b"a", 1)
+    known.clear()
+    assert not known.has(b"a", 0)
+
+
+def test_damage_is_new_once_and_skipped_for_a_while():
+    now = [0.0]
+    damaged = Damaged(10.0, lambda: now[0])
+    assert damaged.add(b"a")
+    assert not damaged.add(b"a")
+    assert damaged.skip(b"a")
+    now[0] = 10.0
+    assert not damaged.skip(b"a")
+    assert damaged.has(b"a")
+    damaged.remove(b"a")
+    assert not damaged.has(b"a")
+
+
+def test_damage_is_bounded():
+    damaged = Damaged(10.0, lambda: 0.0)
+    for number in range(5000):
+        damaged.add(number.to_bytes(4, "little"))
+    assert damaged.has((4999).to_bytes(4, "little"))
+    assert not damaged.has(bytes(4))
