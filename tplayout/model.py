@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tplayout.errors import ConfigError
-from tplayout.format.geometry import Geometry, Group, Kind, Part
+from tplayout.format.geometry import Geometry, Group, Kind, Part, default_chunk_tokens
 from tplayout.format.identity import Identity
 from tplayout.weights import describe_weights, weights_fingerprint
 
@@ -99,7 +99,7 @@ def describe_model(
     *,
     kv_dtype: str = "auto",
     compute_dtype: str = "auto",
-    chunk_tokens: int = 256,
+    chunk_tokens: int | None = None,
     weights_label: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     load_format: str = "auto",
@@ -107,7 +107,8 @@ def describe_model(
     """The identity that a vLLM server of this model directory has, if it is started with the same settings.
 
     kv_dtype, compute_dtype, load_format: vLLM's names (--kv-cache-dtype, --dtype, --load-format). overrides: as in
-    --hf-overrides. Raises ConfigError for what only an engine can tell, naming the field.
+    --hf-overrides. chunk_tokens: None for the servers' default (`default_chunk_tokens`). Raises ConfigError for what
+    only an engine can tell, naming the field.
     """
     config = _overridden(read_config(path), overrides or {})
     compute = resolve_compute_dtype(config, compute_dtype)
@@ -117,7 +118,7 @@ def describe_model(
         config=model_config(path, overrides),
         compute_dtype=compute,
         quantization=weight_quantization(config),
-        geometry=Geometry(chunk_tokens, groups),
+        geometry=Geometry(chunk_tokens or default_chunk_tokens(group.window for group in groups), groups),
     )
 
 

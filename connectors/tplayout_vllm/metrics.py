@@ -57,7 +57,7 @@ class TPLayoutStats(KVConnectorStats):
         return cls(data={**data, "gauges": dict(gauges or {})})
 
     def reset(self) -> None:
-        self.data = {"counters": {}, SKIPS: {}, "gauges": {}}
+        self.data: dict[str, Any] = {"counters": {}, SKIPS: {}, "gauges": {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add up what was counted; of gauges the later report holds."""

@@ -87,7 +87,7 @@ def open_scheduler_side(
         "load deadline %g s, digest %s, %s",
         redact(options.url),
         identity.namespace,
-        options.chunk_tokens,
+        placement.geometry.chunk_tokens,
         _size(slot_bytes),
         _size(slots * slot_bytes),
         slots,

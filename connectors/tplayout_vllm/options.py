@@ -36,7 +36,7 @@ class Options:
 
     url:               where chunks live: file:///dir, s3://bucket/prefix, or any fsspec URL.
     storage_options:   passed to the store's file system (fsspec's own names), may hold credentials.
-    chunk_tokens:      tokens a stored chunk; servers share only what has the same chunk size.
+    chunk_tokens:      tokens a stored chunk; servers share only chunks of one size. None: the model's default.
     staging_bytes:     host memory for chunks on their way; None: sized from the machine.
     io_processes:      processes that read, write and verify; None: sized from the machine.
     load_deadline:     how long a request waits for its prefix before it is computed instead.
@@ -48,7 +48,7 @@ class Options:
 
     url: str
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    chunk_tokens: int = 256
+    chunk_tokens: int | None = None
     staging_bytes: int | None = None
     io_processes: int | None = None
     load_deadline: float = 3.0
@@ -88,7 +88,7 @@ def parse_options(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     return Options(
         url=url,
         storage_options=dict(storage),
-        chunk_tokens=_integer(extra, "chunk_tokens", 256, 16, 65536),
+        chunk_tokens=_integer(extra, "chunk_tokens", None, 16, 65536),
         staging_bytes=_size(extra, "staging_bytes"),
         io_processes=_integer(extra, "io_processes", None, 1, 64),
         load_deadline=_integer(extra, "load_deadline_ms", 3000, 1, 3_600_000) / 1000,

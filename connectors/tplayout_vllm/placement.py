@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tplayout.errors import ConfigError
-from tplayout.format.geometry import Geometry, Group, Part
+from tplayout.format.geometry import Geometry, Group, Part, default_chunk_tokens
 from tplayout.format.sharding import check_cover, shard_of, writes
 from tplayout_vllm.metadata import LayerReport, WorkerReport
 
@@ -27,8 +27,11 @@ class Placement:
     tables: tuple[tuple[int, ...], ...]
 
 
-def place(reports: Mapping[Rank, WorkerReport], chunk_tokens: int, kv_heads: int, tp_size: int) -> Placement:
-    """Join what the ranks report. kv_heads: KV heads of the whole model. Raises ConfigError where ranks disagree."""
+def place(reports: Mapping[Rank, WorkerReport], chunk_tokens: int | None, kv_heads: int, tp_size: int) -> Placement:
+    """Join what the ranks report. chunk_tokens: None for the default. kv_heads: of the whole model.
+
+    Raises ConfigError where the ranks disagree.
+    """
     layers = _merge(reports)
     members: dict[tuple[object, ...], list[LayerReport]] = {}
     for layer in sorted(layers.values(), key=lambda x: x.index):
@@ -39,6 +42,7 @@ def place(reports: Mapping[Rank, WorkerReport], chunk_tokens: int, kv_heads: int
     held = {rank: {layer.index for layer in report.layers} for rank, report in reports.items()}
     writers = tuple(_writers(group, held, tp_size) for group in groups)
     tables = tuple(tuple(sorted({x.table for x in rows})) for rows in members.values())
+    chunk_tokens = chunk_tokens or default_chunk_tokens(group.window for group in groups)
     return Placement(Geometry(chunk_tokens, tuple(groups)), places, writers, tables)
 
 

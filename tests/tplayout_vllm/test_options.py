@@ -15,7 +15,7 @@ def parse(**extra: Any) -> Any:
 
 def test_defaults() -> None:
     options = parse()
-    assert (options.url, options.chunk_tokens, options.load_deadline) == ("file:///kv", 256, 3.0)
+    assert (options.url, options.chunk_tokens, options.load_deadline) == ("file:///kv", None, 3.0)
     assert (options.staging_bytes, options.secret, options.strict) == (None, None, False)
 
 

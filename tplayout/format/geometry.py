@@ -5,7 +5,7 @@ A geometry is a chunk size and an ordered list of groups of layers. It knows no 
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NoReturn, get_args
@@ -24,6 +24,8 @@ MAX_PARTS = 16
 MAX_DIM = 2**24
 MAX_CELL_BYTES = 2**31
 MAX_WINDOW = 2**31 - 1
+
+DEFAULT_CHUNK_TOKENS = 256
 
 _NAME = re.compile(r"[a-z0-9_]+(?:[.-][a-z0-9_]+)*")
 _MAX_NAME = 64
@@ -167,6 +169,15 @@ class Geometry:
         fields = _members("geometry", value, {"chunk_tokens", "groups"})
         groups = tuple(Group.from_json(group) for group in _array("groups", fields["groups"], MAX_GROUPS))
         return cls(fields["chunk_tokens"], groups)
+
+
+def default_chunk_tokens(windows: Iterable[int | None]) -> int:
+    """Tokens of a chunk where nobody chose: 256, or the smallest window if that is less.
+
+    windows: of each group or layer, None for full attention. A chunk that is longer than a window has often lost the
+    window layers' first tokens by the time it is whole, and is then stored without these layers.
+    """
+    return min([DEFAULT_CHUNK_TOKENS, *(window for window in windows if window is not None)])
 
 
 def _fail(field: str, value: Any, wanted: str) -> NoReturn:
