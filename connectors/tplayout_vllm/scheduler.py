@@ -192,6 +192,8 @@ class SchedulerSide:
             # Rejected drafts leave wrong KV behind, and a token id that is not known yet has no key.
             known = len(tracked.request.all_token_ids)
             computed = min(known, tracked.request.num_computed_tokens + scheduled - drafts)
+            if computed // self._chunk <= tracked.saved:
+                continue
             tables = output.kv_connector_block_state.get_block_ids(request_id)
             copies = self._save_chunks(tracked, computed, tables)
             if copies:
@@ -201,8 +203,7 @@ class SchedulerSide:
     def _save_chunks(self, tracked: Tracked, computed: int, tables: BlockTables) -> list[ChunkCopy]:
         copies = []
         last = computed // self._chunk
-        if last > tracked.saved:
-            self._extend(tracked, computed)
+        self._extend(tracked, computed)
         for index in range(tracked.saved, last):
             base, end = index * self._chunk, (index + 1) * self._chunk
             # Window layers have given back what left the window: such a chunk is stored without them.
@@ -210,7 +211,7 @@ class SchedulerSide:
             slot = self._stager.begin_save(tracked.chunks[index], held) if held else None
             if slot is not None:
                 copies.append(ChunkCopy(slot.slot, slot.generation, base, base, end, slot.groups))
-        tracked.saved = max(tracked.saved, last)
+        tracked.saved = last
         return copies
 
     def _extend(self, tracked: Tracked, tokens: int) -> None:
