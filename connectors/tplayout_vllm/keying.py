@@ -6,34 +6,33 @@ request's KV to another.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from tplayout.format.keys import EXTRA_LORA, EXTRA_SALT
+from tplayout.format.keys import Extras, prefix_extras
 from tplayout_vllm.adapters import Adapters
 
-Extras = tuple[tuple[str, bytes], ...]
+ExtrasOf = Callable[[int], Extras]  # from a chunk's index
 
 
 class Keying:
     """Decides a request at a time; remembers the adapters it has seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
         self._adapters = Adapters()
 
-    def extras(self, request: Any) -> Extras | str:
-        """What belongs into every chunk key of a request besides its tokens, or why it cannot be keyed."""
+    def extras(self, request: Any) -> ExtrasOf | str:
+        """What belongs into the chunk keys of a request besides its tokens, or why it cannot be keyed."""
         reason = _unkeyable(request)
         if reason is not None:
             return reason
-        extras: list[tuple[str, bytes]] = []
+        digest = None
         if request.lora_request is not None:
             digest = self._adapters.digest(request.lora_request)
             if digest is None:
                 return "lora"
-            extras.append((EXTRA_LORA, digest))
-        if request.cache_salt:
-            extras.append((EXTRA_SALT, request.cache_salt.encode()))
-        return tuple(extras)
+        return prefix_extras(self._chunk_tokens, lora=digest, salt=request.cache_salt or None)
 
 
 def _unkeyable(request: Any) -> str | None:
@@ -45,4 +44,8 @@ def _unkeyable(request: Any) -> str | None:
         return "pooling"
     if request.resumable:
         return "streaming-input"
+    try:
+        (request.cache_salt or "").encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can say and UTF-8 cannot
+        return "salt"
     return None

@@ -16,7 +16,7 @@ from tplayout.format.keys import ROOT, ChunkId, chain
 from tplayout.staging.stager import SlotRef, Stager
 from tplayout_vllm import search
 from tplayout_vllm.blocks import BlockTables, Tables
-from tplayout_vllm.keying import Extras, Keying
+from tplayout_vllm.keying import ExtrasOf, Keying
 from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer
 from tplayout_vllm.metrics import COUNTERS, SKIPS, TPLayoutStats
 
@@ -35,7 +35,7 @@ class Tracked:
     """
 
     request: Any
-    extras: Extras
+    extras: ExtrasOf
     chunks: list[ChunkId] = field(default_factory=list)
     saved: int = 0
     search: search.PrefixSearch | None = None
@@ -61,7 +61,7 @@ class SchedulerSide:
         self._loading: set[str] = set()  # survives the request: an aborted one lets go of its slots when its load ends
         self._pending: list[Transfer] = []
         self._waiting: set[str] = set()
-        self._keying = Keying()
+        self._keying = Keying(self._chunk)
         self._unkeyable: Counter[str] = Counter()
         self._idle_steps = 0
         self._reported: Counter[str] = Counter()
@@ -221,7 +221,7 @@ class SchedulerSide:
             return
         parent = tracked.chunks[-1].key if tracked.chunks else ROOT
         ids = tracked.request.all_token_ids[have * self._chunk : want * self._chunk]
-        tracked.chunks += chain(self._namespace, ids, self._chunk, lambda _: tracked.extras, parent=parent, start=have)
+        tracked.chunks += chain(self._namespace, ids, self._chunk, tracked.extras, parent=parent, start=have)
 
     # -- upkeep --------------------------------------------------------------------------------------------------
 
