@@ -212,13 +212,40 @@ def test_two_lookups_that_compete_for_the_pool_both_end(world):
     world.fail(get_into={"delay": 0.02})
     stager.start_lookup("ours", ours)
     stager.start_lookup("theirs", theirs)
-    first, second = world.finish(stager, "ours", 5.0), world.finish(stager, "theirs", 5.0)
+
+    def both():
+        states = stager.lookup("ours"), stager.lookup("theirs")
+        return states if all(state.done for state in states) else None
+
+    first, second = world.wait_until(both, 5.0)
     assert first.ready + second.ready == 4
     assert {first.reason, second.reason} <= {"no-slot", "complete"}
     stager.release("ours")
     stager.release("theirs")
     stager.start_lookup("ours", ours)
     assert world.finish(stager, "ours", 5.0).ready == 4
+
+
+def test_a_long_step_of_the_engine_is_not_counted_against_a_fast_store(world):
+    stager = world.stager(loads_in_flight=1, load_deadline_s=0.2)
+    chunks = world.chunks(3)
+    world.save(stager, chunks)
+    stager.reset()
+    stager.start_lookup("r", chunks)
+    for ready in (0, 1, 2):
+        assert stager.lookup("r").ready == ready
+        time.sleep(0.3)
+    assert stager.lookup("r").ready == 3
+
+
+def test_a_long_step_of_the_engine_is_no_excuse_for_a_hanging_store(world):
+    stager = world.faulty_stager(loads_in_flight=1, load_deadline_s=0.2)
+    world.fail(get_into={"hang": True})
+    for name, seed in (("a", 0), ("b", 1)):
+        stager.start_lookup(name, world.chunks(3, seed))
+        stager.lookup(name)
+    time.sleep(0.3)
+    assert [stager.lookup(name).reason for name in "ab"] == ["deadline", "deadline"]
 
 
 def test_lookups_take_turns(world):
@@ -232,6 +259,21 @@ def test_lookups_take_turns(world):
     world.finish(stager, "short")
     assert stager.lookup("long").ready <= 4
     assert world.finish(stager, "long").ready == 8
+
+
+def test_lookups_that_were_never_asked_about_give_way_the_last_one_first(world):
+    stager = world.stager(slots=4, unasked_s=60.0)
+    chains = [world.chunks(2, seed) for seed in range(3)]
+    for chunks in chains:
+        world.save(stager, chunks)
+    stager.reset()
+    for name, chunks in zip("abc", chains, strict=True):
+        stager.start_lookup(name, chunks)
+    world.settle(stager)
+    assert stager.lookup("c").ready == 0
+    assert world.finish(stager, "c").ready == 2
+    assert stager.lookup("a").ready == 2
+    assert world.finish(stager, "b").reason == "no-slot"
 
 
 def test_a_lookup_nobody_asks_about_gives_way_and_is_staged_again_when_asked(world):

@@ -343,5 +343,5 @@ def key_of(ref):
     return (ref.slot, ref.generation, ref.groups)
 
 
-StagerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+StagerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestStagerMachine = StagerMachine.TestCase

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -253,7 +254,7 @@ class IoPool:
     def _replace(self) -> None:
         while self.accepting < self._count and self._may_start():
             self.restarts += 1
-            log.warning("tplayout: an I/O process is gone; starting another one")
+            log.warning("tplayout: an I/O process is gone or hangs; starting another one")
             self._start()
 
     def _may_start(self) -> bool:
@@ -281,7 +282,9 @@ def _pidfd(pid: int) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with this very package first: the current directory may be all that made it importable here."""
+    """Ours, and this very package importable: the current directory may be all that made it so here."""
     root = str(Path(tplayout.__file__).resolve().parent.parent)
+    if root in sysconfig.get_paths().values():  # installed; in PYTHONPATH it would come before the standard library
+        return dict(os.environ)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -43,8 +43,8 @@ class _Lookup:
     deadline: float | None = None
     starved_since: float | None = None
     done: bool = False
-    parked: bool = False
     claimed: list[int] | None = None
+    excused: int = 0  # `ready` when the deadline was last put off
 
 
 class Lookups:
@@ -75,8 +75,9 @@ class Lookups:
         lookup.asked = self._pool.clock()
         if lookup.deadline is None:
             lookup.deadline = lookup.asked + self._pool.plan.load_deadline_s
-        if lookup.parked:
-            self._resume(lookup)
+            if not lookup.done:  # it may have been waiting for slots, or been parked
+                self._wanting[name] = lookup
+                self.pump()
         if lookup.done:
             self._unseen.discard(name)
         return LookupState(lookup.ready, lookup.done, lookup.why if lookup.done else "")
@@ -138,9 +139,19 @@ class Lookups:
             for lookup in list(self._wanting.values()):
                 if self._pool.loads_in_flight >= self._pool.plan.most_loads:
                     return
-                if lookup.name in self._wanting:  # not parked to make room for one before it
+                if lookup.name in self._wanting:  # not parked by now, to make room for one before it
                     again |= self._stage(lookup)
                     self._advance(lookup)
+
+    def excuse(self, seconds: float) -> None:
+        """Nobody called us for so long (a step of the engine), so that no new loads could be handed out.
+
+        That is not counted against lookups that got all they were waiting for meanwhile.
+        """
+        for lookup in self._wanting.values():
+            if lookup.deadline is not None and lookup.excused < lookup.ready == len(lookup.staged):
+                lookup.excused = lookup.ready
+                lookup.deadline += seconds
 
     def enforce_deadlines(self) -> None:
         """End the lookups that have waited long enough, for their chunks or for a slot."""
@@ -230,29 +241,35 @@ class Lookups:
         del lookup.staged[index:]
 
     def _starve(self, lookup: _Lookup) -> None:
-        """There is no slot. End at once if all are its own; else wait a little, once nothing of its own is coming."""
+        """There is no slot. End if all are its own; else wait: for a little if somebody asks about it."""
         if len(lookup.staged) >= self._pool.table.usable:
             self._stop(lookup, len(lookup.staged), Staged.NO_SLOT)
-        elif lookup.starved_since is None and lookup.ready == len(lookup.staged):
+        elif lookup.deadline is None or lookup.ready < len(lookup.staged):
+            lookup.starved_since = None
+        elif lookup.starved_since is None:
             lookup.starved_since = self._pool.clock()
 
     def _make_room(self, needy: _Lookup) -> bool:
-        """Park the unclaimed lookup that has been asked about least recently, if that is long ago."""
-        limit = self._pool.clock() - self._pool.plan.unasked_s
-        idle = [lookup for lookup in self._all.values() if lookup.staged and lookup.asked < limit]
-        idle = [lookup for lookup in idle if lookup is not needy]
-        if not idle:
+        """Park a lookup that nobody waits for, if somebody waits for this one.
+
+        That is one that was never asked about, the last of them first, since it will be asked about last; or one
+        that has not been asked about for long.
+        """
+        if needy.deadline is None:
             return False
-        lookup = min(idle, key=lambda lookup: lookup.asked)
+        others = [lookup for lookup in self._all.values() if lookup.staged and lookup is not needy]
+        unasked = [lookup for lookup in others if lookup.deadline is None]
+        long_ago = needy.asked - self._pool.plan.unasked_s  # not before now: a step of the engine can take longer
+        stale = [lookup for lookup in others if lookup.asked < long_ago]
+        if not unasked and not stale:
+            return False
+        self._park(unasked[-1] if unasked else min(stale, key=lambda lookup: lookup.asked))
+        return True
+
+    def _park(self, lookup: _Lookup) -> None:
+        """Lend out what it has. It starts anew, deadline included, when it is asked about."""
         self._wanting.pop(lookup.name, None)
         self._unseen.discard(lookup.name)
         self._unstage(lookup, 0)
-        lookup.parked, lookup.done, lookup.ready, lookup.starved_since = True, False, 0, None
-        return True
-
-    def _resume(self, lookup: _Lookup) -> None:
-        """Stage a parked lookup anew: most of it is still in memory, as a rule."""
-        lookup.parked, lookup.limit, lookup.why = False, len(lookup.chunks), "complete"
-        lookup.deadline = lookup.asked + self._pool.plan.load_deadline_s
-        self._wanting[lookup.name] = lookup
-        self.pump()
+        lookup.ready, lookup.limit, lookup.why = 0, len(lookup.chunks), "complete"
+        lookup.done, lookup.deadline, lookup.starved_since = False, None, None

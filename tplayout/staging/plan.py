@@ -23,10 +23,11 @@ class StagingPlan:
     geometry, digest, secret: the format. digest None: the default for a secret, or for none.
     slots: chunks that the region holds. writers: for each group, how many ranks must mark it.
     io_processes, load_threads, save_threads: I/O processes, and threads of each.
-    loads_in_flight: loads handed out at a time over all lookups; 0: enough to keep the threads busy.
+    loads_in_flight: loads handed out at a time over all lookups; 0: enough to keep the threads busy while the
+        engine's steps keep the scheduler from handing out more.
     load_deadline_s: how long a lookup may take from when it is first asked about.
     slot_wait_s: how long a lookup that needs a slot waits for one before it ends with what it has.
-    unasked_s: after that long, a lookup that nobody asks about or claims gives way to one that needs slots.
+    unasked_s: after that long, a lookup that nobody asks about gives way to one that needs slots.
     save_wait_s: how long writers may take to mark a chunk. drain_s: how long I/O processes outlive us.
     negative_cache_s: how long a damaged chunk is not loaded again.
     known_stored: how many objects are remembered to be in the store.
@@ -85,7 +86,7 @@ class StagingPlan:
     @property
     def most_loads(self) -> int:
         """Loads handed out at a time."""
-        return self.loads_in_flight or self.io_processes * (self.load_threads + 2)
+        return self.loads_in_flight or 8 * self.io_processes * self.load_threads
 
     def config(self, region: Region) -> Config:
         """The first message to an I/O process that works on `region`."""

@@ -6,7 +6,7 @@ splits a byte stream. Nothing here reads a socket, keeps state about jobs or kno
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from tplayout.errors import TPLayoutError
@@ -169,7 +169,7 @@ _HINTS = {cls: get_type_hints(cls) for cls in _TYPES.values()}
 def encode(message: Message) -> bytes:
     """One line, newline included. Raises ProtocolError for what JSON cannot hold or the peer would refuse."""
     try:
-        text = json.dumps({"type": type(message).__name__.lower(), **asdict(message)}, separators=(",", ":"))
+        text = json.dumps({"type": type(message).__name__.lower(), **vars(message)}, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"{type(message).__name__} cannot be written as JSON: {error}") from None
     if len(text) > MAX_LINE:

@@ -37,6 +37,7 @@ __all__ = ["LookupState", "SlotRef", "Stager", "StagingPlan"]
 
 _SHORTEST_WAIT_S = 0.004  # at most 250 returns a second when nothing happens
 _FAMILIES = ("load_errors", "save_errors", "save_skips", "lookups")  # counters by reason: family.reason
+_LONG_STEP_S = 0.1
 _FRESH_S = 0.0005  # `lookup` drains events that are older
 
 
@@ -202,8 +203,11 @@ class Stager:
             self._pool.region.close()
 
     def _drain(self, timeout: float) -> None:
+        away = self._pool.clock() - self._drained_at
         for event in self._pool.io.poll(timeout):
             self._handle(event)
+        if away > _LONG_STEP_S:
+            self._lookups.excuse(away)
         self._drained_at = self._pool.clock()
         self._lookups.enforce_deadlines()
         self._saves.look_at_limbo()
