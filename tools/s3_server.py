@@ -156,7 +156,7 @@ def free_port() -> int:
 
 
 def die_with_parent() -> list[str]:
-    """A command prefix that ends the server with whoever started it, where util-linux has it."""
+    """A command prefix that ends the server with the thread that started it, where util-linux has it."""
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM", "--"] if setpriv and sys.platform == "linux" else []
 

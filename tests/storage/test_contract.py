@@ -510,6 +510,7 @@ class TestGenericRename(StoreContract):
 
 
 @pytest.mark.s3
+@pytest.mark.slow  # test_generic.py tries the same path in short
 class TestGenericAsync(StoreContract):
     """The generic path of an asynchronous object store (gs, az …), on s3fs and a real server."""
 

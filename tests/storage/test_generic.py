@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from s3fs import S3FileSystem
+from scripted_s3 import ScriptedS3, hang
 
 from tplayout.errors import Forbidden, NotFound, StorageError, StorageFull, StorageTimeout, Unavailable
 from tplayout.storage.generic import GenericStore, _modified
@@ -185,3 +187,46 @@ def test_connecting_may_fail() -> None:
 )
 def test_modification_times(info: dict[str, Any], seconds: float | None) -> None:
     assert _modified(info) == seconds
+
+
+class TestAsynchronous:
+    """An asynchronous file system, as gcsfs and adlfs are: s3fs, on a server that does as it is told."""
+
+    @pytest.fixture
+    def server(self) -> Iterator[ScriptedS3]:
+        with ScriptedS3() as server:
+            yield server
+
+    @pytest.fixture
+    def store(self, server: ScriptedS3) -> GenericStore:
+        def connect() -> AbstractFileSystem:
+            return S3FileSystem(**server.options, use_listings_cache=False, skip_instance_cache=True)
+
+        return GenericStore("gs://bucket/kv", connect, "bucket/kv", "gs", Scrubber(server.options))
+
+    def test_a_round_trip(self, store: GenericStore, server: ScriptedS3) -> None:
+        store.put("k", b"0123456789")
+        assert server.objects["/bucket/kv/k"] == b"0123456789"
+        assert store.get("k") == b"0123456789"
+        buf = bytearray(12)
+        assert store.get_into("k", buf) == 10
+        assert buf == b"0123456789\0\0"
+        assert store.get_range("k", 3, 4) == b"3456"
+        assert store.exists(["k"]) == [True]
+
+    def test_a_server_that_hangs(self, store: GenericStore, server: ScriptedS3) -> None:
+        store.put("k", b"x" * 100)
+        server.otherwise = hang
+        buf = bytearray(100)
+        for call in (
+            lambda: store.get("k", deadline=0.2),
+            lambda: store.get_into("k", buf, deadline=0.2),
+            lambda: store.put("k", b"x", deadline=0.2),
+            lambda: store.exists(["k", "l"], deadline=0.2),
+            lambda: list(store.list(deadline=0.2)),
+        ):
+            start = time.monotonic()
+            with pytest.raises(StorageTimeout):
+                call()
+            assert time.monotonic() - start < 1
+        assert buf == bytes(100)

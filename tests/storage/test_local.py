@@ -344,13 +344,18 @@ class TestHanging:
 
     @pytest.fixture
     def stuck(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading.Event]]:
-        """stuck(name): from now on os.<name> blocks until the returned event is set."""
+        """stuck(name): from now on os.<name> blocks until the returned event is set.
+
+        Except a read that must not wait (preadv with RWF_NOWAIT): there the kernel says that it would have to.
+        """
         events: list[threading.Event] = []
 
         def block(name: str) -> threading.Event:
             event, original = threading.Event(), getattr(os, name)
 
             def blocking(*args: object, **kwargs: object) -> object:
+                if name == "preadv" and len(args) == 4:
+                    raise BlockingIOError
                 event.wait(60)
                 return original(*args, **kwargs)
 
@@ -362,7 +367,7 @@ class TestHanging:
         for event in events:
             event.set()
 
-    @pytest.mark.parametrize("name", ["open", "readv", "pread", "write", "stat", "rename", "scandir", "unlink"])
+    @pytest.mark.parametrize("name", ["open", "preadv", "pread", "write", "stat", "rename", "scandir", "unlink"])
     def test_every_verb_ends_at_its_deadline(
         self, store: LocalStore, stuck: Callable[[str], threading.Event], name: str
     ) -> None:
@@ -391,7 +396,7 @@ class TestHanging:
         self, store: LocalStore, stuck: Callable[[str], threading.Event]
     ) -> None:
         store.put("k", b"x" * 100)
-        event = stuck("readv")
+        event = stuck("preadv")
         buf = bytearray(100)
         with pytest.raises(StorageTimeout):
             store.get_into("k", buf, deadline=0.1)
@@ -430,7 +435,11 @@ from tplayout.errors import StorageTimeout
 from tplayout.storage.local import LocalStore
 store = LocalStore({str(root)!r})
 store.put("k", b"x")
-os.readv = lambda *args: time.sleep(60)
+def preadv(fd, buffers, offset, flags=0):
+    if flags:
+        raise BlockingIOError
+    time.sleep(60)
+os.preadv = preadv
 try:
     store.get_into("k", bytearray(1), deadline=0.1)
 except StorageTimeout:
@@ -441,6 +450,76 @@ except StorageTimeout:
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=50)
         assert (done.stdout, done.returncode) == ("timeout\n", 0)
         assert time.monotonic() - start < 20
+
+
+class TestReadingFromThePageCache:
+    """get_into reads what is cached straight into the caller's memory, and everything else through a buffer."""
+
+    CONTENT = bytes(range(256)) * 20_000  # several pieces
+
+    @pytest.fixture
+    def cached(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], int]], list[int]]:
+        """cached(f): a read that must not wait finds f(offset) bytes; returns the offsets of those that may wait."""
+        original = os.preadv
+
+        def install(answer: Callable[[int], int]) -> list[int]:
+            waited: list[int] = []
+
+            def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+                if not flags:
+                    waited.append(offset)
+                    return original(fd, buffers, offset)
+                return original(fd, [buffers[0][: answer(offset)]], offset)
+
+            monkeypatch.setattr(os, "preadv", preadv)
+            return waited
+
+        return install
+
+    @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="Linux only")
+    @pytest.mark.parametrize("answer", [lambda at: MIB * 100, lambda at: 70_001, lambda at: 5000 if at < MIB else 0])
+    def test_any_part_may_be_cached(
+        self,
+        store: LocalStore,
+        cached: Callable[[Callable[[int], int]], list[int]],
+        answer: Callable[[int], int],
+    ) -> None:
+        store.put("k", self.CONTENT)
+        waited = cached(answer)
+        buf = bytearray(len(self.CONTENT) + 7)
+        assert store.get_into("k", buf) == len(self.CONTENT)
+        assert buf == self.CONTENT + bytes(7)
+        assert bool(waited) == (answer(2 * MIB) == 0)
+
+    @pytest.mark.parametrize("error", [BlockingIOError(11, "would wait"), OSError(95, "not supported")])
+    def test_a_file_system_that_always_waits(
+        self, store: LocalStore, cached: Callable[[Callable[[int], int]], list[int]], error: OSError
+    ) -> None:
+        store.put("k", self.CONTENT)
+
+        def refuse(offset: int) -> int:
+            raise error
+
+        cached(refuse)
+        buf = bytearray(len(self.CONTENT))
+        assert store.get_into("k", buf) == len(self.CONTENT)
+        assert buf == self.CONTENT
+
+    def test_a_file_that_grows_meanwhile_is_read_as_long_as_it_was(
+        self, store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.put("k", b"old")
+        original = os.preadv
+
+        def preadv(fd: int, *args: object) -> int:
+            with (root / "k").open("ab") as file:
+                file.write(b" and more")
+            return original(fd, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        buf = bytearray(20)
+        assert store.get_into("k", buf) == 3
+        assert buf == b"old" + bytes(17)
 
 
 def test_a_relative_root_is_a_mistake() -> None:

@@ -178,7 +178,10 @@ class TestRetries:
             store.get("k")
         assert len(server.requests) == ATTEMPTS
 
-    @pytest.mark.parametrize(("code", "status"), [("AccessDenied", 403), ("NoSuchKey", 404), ("QuotaExceeded", 403)])
+    @pytest.mark.parametrize(
+        ("code", "status"),
+        [("AccessDenied", 403), ("NoSuchKey", 404), ("NoSuchBucket", 404), ("QuotaExceeded", 403), ("Odd", 400)],
+    )
     def test_what_does_not_pass_is_not_tried_again(
         self, server: ScriptedS3, store: Store, code: str, status: int
     ) -> None:
@@ -284,7 +287,11 @@ class TestErrors:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
         with open_store("s3://bucket", {"endpoint_url": server.options["endpoint_url"]}) as store:
             store.put("k", b"x")
-        assert "from-environment" in server.requests[-1][2]["Authorization"]
+            server.otherwise = error("AccessDenied", 403, "from-environment may not")
+            with pytest.raises(Forbidden, match="may not") as caught:
+                store.get("k")
+        assert "from-environment" in server.requests[0][2]["Authorization"]
+        assert "from-environment" not in str(caught.value)
 
     def test_more_than_one_put_can_take(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tplayout.storage.s3.MAX_PUT", 10)

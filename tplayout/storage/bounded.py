@@ -61,6 +61,14 @@ class Lease:
                 raise ValueError(f"{len(data)} bytes at {offset} do not fit into {self.nbytes}")
             self._view[offset : offset + len(data)] = data
 
+    def fill(self, offset: int, count: int, read: Callable[[memoryview], int]) -> int:
+        """read(a view of at most count bytes at offset), and its result. `end()` waits for it: it must not block."""
+        with self._lock:
+            if self._view is None:
+                raise LeaseEnded
+            with self._view[offset : offset + count] as view:
+                return read(view)
+
     def read(self, offset: int, count: int) -> bytes:
         """A copy of at most count bytes at offset."""
         with self._lock:

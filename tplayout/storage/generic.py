@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 PUBLISH_WHOLE = frozenset({"memory", "gs", "gcs", "az", "abfs", "abfss", "oss", "obs", "tos", "oci", "bos"})
 _THREAD_SAFE = frozenset({"memory", "hdfs", "arrow_hdfs"})
-_GRACE_S = 1.0
+_CLEAN_UP_S = 1.0
 _HEADS = 32  # exists calls in flight on an asynchronous file system
 _MODIFIED = ("mtime", "modified", "LastModified", "last_modified", "updated", "created")
 
@@ -107,7 +107,7 @@ class GenericStore(Store):
             self._rename(key, temporary, path, len(data), deadline)
         except StorageError:
             with contextlib.suppress(StorageError):
-                self._do("put", key, Deadline(_GRACE_S), "rm_file", temporary)
+                self._do("put", key, Deadline(_CLEAN_UP_S), "rm_file", temporary)
             raise
 
     def _rename(self, key: str, temporary: str, path: str, size: int, deadline: Deadline) -> None:
@@ -229,7 +229,7 @@ def _on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T],
 
     future = asyncio.run_coroutine_threadsafe(bounded(), loop)
     try:
-        return future.result(deadline.left() + _GRACE_S)
+        return future.result(deadline.left())
     finally:
         future.cancel()
 

@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import copy
+import os
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from tplayout.errors import StorageError, StorageErrorKind, Unavailable
 from tplayout.storage.base import DEFAULT_TIMEOUT_S, Bools, ObjectInfo, Store, is_key
 from tplayout.storage.bounded import Deadline, Lease
 from tplayout.storage.redact import Scrubber
-from tplayout.storage.s3_errors import from_code, from_exception
+from tplayout.storage.s3_errors import Misconfigured, from_code, from_exception
 
 T = TypeVar("T")
 Keep = Callable[[int, bytes], None]  # takes (offset, bytes) of an object that is being read
@@ -33,7 +34,7 @@ MAX_PUT = 5 << 30  # S3's limit for one PUT
 CONNECTIONS = 64  # of one store; further requests wait for one
 ATTEMPTS = 5
 _BACKOFF_S = 0.1  # before the second attempt; doubles
-_GRACE_S = 1.0  # the loop's own timeout fires first; after this the loop itself is given up
+_CLOSE_S = 1.0
 _READ_PIECE = 1 << 20
 _UPLOAD_PIECE = 256 << 10
 _DELETE_BATCH = 1000  # S3's limit
@@ -60,12 +61,13 @@ class S3Store(Store):
         super().__init__(f"s3://{bucket}" + (f"/{prefix}" if prefix else ""), timeout_s)
         self._bucket = bucket
         self._root = f"{prefix}/" if prefix else ""
-        self._scrub = Scrubber(options)
         config = merged(DEFAULT_CONFIG, options.get("config_kwargs") or {})
         self._fs = S3FileSystem(
             **{**options, "config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
         )
         self._fs.retries = 1
+        ambient = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "FSSPEC_S3"))}
+        self._scrub = Scrubber({**options, "ambient": ambient})
         self._client: Any = None
 
     def _get(self, key: str, max_bytes: int | None, deadline: Deadline) -> bytes:
@@ -175,14 +177,14 @@ class S3Store(Store):
         if self._client is not None:
             future = asyncio.run_coroutine_threadsafe(self._client.close(), self._fs.loop)
             with contextlib.suppress(Exception):
-                future.result(_GRACE_S)
+                future.result(_CLOSE_S)
 
     def _run(self, verb: str, key: str, make: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline) -> T:
         """make() on fsspec's loop thread, tried again while it pays and there is time."""
         attempts = self._attempts(verb, key, make, deadline)
         future = asyncio.run_coroutine_threadsafe(attempts, self._fs.loop)
         try:
-            return future.result(deadline.left() + _GRACE_S)
+            return future.result(deadline.left())  # the loop may be late: making a client blocks it for a moment
         except (TimeoutError, concurrent.futures.CancelledError):
             self._timed_out(verb, key, deadline)
         finally:
@@ -198,7 +200,8 @@ class S3Store(Store):
                     error = exc
                 except Exception as exc:  # a body that broke off, a library's surprise
                     error = from_exception(self._what(verb, key), exc, self._scrub)
-                if error.kind is not StorageErrorKind.UNAVAILABLE or not left or pause > deadline.left():
+                passing = error.kind is StorageErrorKind.UNAVAILABLE and not isinstance(error, Misconfigured)
+                if not passing or not left or pause > deadline.left():
                     break
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause *= 2
@@ -263,6 +266,8 @@ class S3Store(Store):
 
     async def _call(self, verb: str, key: str, method: str, **arguments: Any) -> Any:
         """One request to the bucket; errors in the store's terms."""
+        if self._closed:
+            raise Misconfigured(f"{self._what(verb, key)}: the store was closed meanwhile")
         try:
             await self._fs.set_session()
             client = await self._fs.get_s3(self._bucket)

@@ -29,6 +29,11 @@ _CHECK_CREDENTIALS = (
 )
 _CHECK_SERVER = "check endpoint_url, the network and the server"
 
+
+class Misconfigured(Unavailable):
+    """Unavailable until somebody changes something: another attempt does not cure it."""
+
+
 _NOT_FOUND = {"404", "NoSuchKey", "NoSuchVersion", "NotFound"}
 _FULL = {
     "507",
@@ -82,7 +87,7 @@ def from_code(what: str, code: str, status: int, message: str) -> StorageError:
     said = f"{what}: the server says {code}" + (f" ({message})" if message and message != code else "")
     names = {code, str(status)}
     if code == "NoSuchBucket":
-        return Unavailable(f"{said}; create the bucket")
+        return Misconfigured(f"{said}; create the bucket")
     if names & _FULL:
         return StorageFull(f"{said}; free space, raise the quota, or remove old chunks with `tplayout gc`")
     if names & _NOT_FOUND:
@@ -92,12 +97,14 @@ def from_code(what: str, code: str, status: int, message: str) -> StorageError:
     if names & {"413", "EntityTooLarge"}:
         return StorageError(f"{said}; use smaller chunks (chunk_tokens)", StorageErrorKind.TOO_LARGE)
     if names & _REDIRECTED:
-        return Unavailable(f"{said}; set the bucket's region: client_kwargs region_name")
+        return Misconfigured(f"{said}; set the bucket's region: client_kwargs region_name")
     if code == "RequestTimeTooSkewed":
         return Forbidden(f"{said}; set this machine's clock")
     if names & _FORBIDDEN:
-        return Forbidden(f"{said}; {_CHECK_CREDENTIALS}")
-    return Unavailable(f"{said}; {_CHECK_SERVER}")
+        missing = " (which must allow s3:ListBucket, else S3 answers so for a missing object)"
+        return Forbidden(f"{said}; {_CHECK_CREDENTIALS}{missing if names & {'AccessDenied', '403'} else ''}")
+    passing = not 400 <= status < 500 or status in (408, 425, 429) or code == "RequestTimeout"
+    return (Unavailable if passing else Misconfigured)(f"{said}; {_CHECK_SERVER}")
 
 
 def _causes(exc: BaseException | None) -> list[BaseException]:
