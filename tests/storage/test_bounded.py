@@ -43,10 +43,34 @@ class TestLease:
             lambda: lease.write(0, b"x"),
             lambda: lease.read(0, 1),
             lambda: lease.slice(0, 1),
+            lambda: lease.fill(0, 1, len),
             lease.check,
         ):
             with pytest.raises(LeaseEnded):
                 call()
+        memory.extend(b"not exported any more")
+
+    def test_the_end_waits_for_a_reader_that_fills_the_memory(self) -> None:
+        memory = bytearray(4)
+        lease = Lease(memoryview(memory))
+        begun, done = threading.Event(), []
+
+        def read(view: memoryview) -> int:
+            begun.set()
+            time.sleep(0.1)
+            view[:] = b"xyz"
+            done.append(len(view))
+            return 2
+
+        counts: list[int] = []
+        thread = threading.Thread(target=lambda: counts.append(lease.fill(1, 9, read)))
+        thread.start()
+        assert begun.wait(10)
+        lease.end()
+        assert done == [3]
+        thread.join()
+        assert counts == [2]
+        assert memory == b"\0xyz"
         memory.extend(b"not exported any more")
 
     def test_a_slice_is_for_reading(self) -> None:
