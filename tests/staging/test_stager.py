@@ -322,3 +322,22 @@ def test_reset_forgets_memory_but_not_the_store(world):
     stager.start_lookup("r", chunks)
     assert world.finish(stager, "r").ready == 2
     assert stager.snapshot()["loads"] == 2
+
+
+def test_a_chunk_whose_load_is_still_unanswered_is_saved(world):
+    """The request went on without it: at a miss of an earlier chunk, or at its deadline."""
+    stager = world.faulty_stager(timeout_s=30.0)
+    chunks = world.chunks(3)
+    world.fail(get_into={"hang": True})
+    stager.start_lookup("r", chunks)
+    stager.lookup("r")
+    stager.release("r")
+    refs = [stager.begin_save(chunk) for chunk in chunks]
+    assert len({ref.slot for ref in refs}) == 3
+    for ref, chunk in zip(refs, chunks, strict=True):
+        world.fill(stager, ref, chunk.key)
+    assert stager.begin_save(chunks[0]) is None
+    end = time.monotonic() + 10
+    while not all(world.path(chunk).exists() for chunk in chunks):
+        assert time.monotonic() < end
+        stager.wait(0.01)

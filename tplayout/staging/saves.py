@@ -28,6 +28,11 @@ class Saves:
         slot = pool.table.find(chunk.key)
         replace = pool.damaged.has(chunk.key)
         unknown = [group for group in groups if replace or not pool.known.has(chunk.key, group)]
+        if unknown and slot is not None and self._only_loading(slot):
+            # Computed, so its lookup has ended without it: at a miss before it, or at its deadline. Waiting for the
+            # load's answer would lose the chunk.
+            pool.table.disown(slot)
+            slot = None
         todo = tuple(group for group in unknown if slot is None or pool.table.part(slot, group) is Part.EMPTY)
         if not todo:
             return self._skip(self._nothing_to_write(chunk.key, slot, unknown, replace))
@@ -91,6 +96,10 @@ class Saves:
             if self._pool.region.settled(slot, group, generation):
                 del self._limbo[slot, group]
                 self._pool.table.change(slot, [group], Part.EMPTY)
+
+    def _only_loading(self, slot: int) -> bool:
+        parts = {self._pool.table.part(slot, group) for group in range(len(self._pool.plan.writers))}
+        return Part.LOADING in parts and parts <= {Part.LOADING, Part.EMPTY}
 
     def _nothing_to_write(self, key: bytes, slot: int | None, unknown: Sequence[int], replace: bool) -> str:
         """Why: everything is stored, or on its way. What is in memory only is published now."""

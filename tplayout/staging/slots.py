@@ -144,6 +144,15 @@ class SlotTable:
         self._slots[slot].pins -= 1
         self._place(slot)
 
+    def disown(self, slot: int) -> None:
+        """The slot's key does not lead to it any more, so that another slot can have the key. See `forget_all`."""
+        entry = self._slots[slot]
+        if entry.key is None or not entry.listed:
+            raise ValueError(f"no key leads to slot {slot}")
+        del self._by_key[entry.key]
+        entry.listed = False
+        self._place(slot)
+
     def forget_all(self) -> None:
         """No key leads to a slot any more. Idle slots become free, the others when they become idle."""
         self._by_key.clear()
