@@ -118,7 +118,14 @@ def _identity(vllm_config: Any, options: Options, placement: Placement) -> Ident
             "kv_connector_extra_config (servers that share KV must use the same label and seed)"
         )
     config = Path(model.hf_config_path) if model.hf_config_path else directory
-    overrides = model.hf_overrides if isinstance(model.hf_overrides, Mapping) else {}
+    overrides = model.hf_overrides
+    if not isinstance(overrides, Mapping):
+        if label is None:
+            raise ConfigError(
+                "hf_overrides is a function, so what it changes cannot be told; name model and function together with "
+                "'weights_label' in kv_connector_extra_config"
+            )
+        overrides = {}
     return Identity(
         weights=describe_weights(directory, label, str(load_format)),
         config=model_config(config, overrides),
