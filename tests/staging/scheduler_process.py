@@ -19,7 +19,7 @@ def main():
     """Set up, report, sleep."""
     store, complete, partial, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     plan = StagingPlan(
-        url=f"file://{store}", namespace=NAMESPACE, geometry=ONE_GROUP, slots=complete + partial, writers=(2,),
+        url=f"file://{store}", namespace=NAMESPACE, geometry=ONE_GROUP, slots=2 * (complete + partial), writers=(2,),
         io_processes=2, drain_s=3.0, storage_options={}, secret=None,
     )  # fmt: skip
     stager = Stager(plan)

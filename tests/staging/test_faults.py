@@ -100,6 +100,21 @@ def test_with_a_hanging_store_a_lookup_ends_at_its_deadline_with_what_it_has(wor
     assert world.cells(stager, ref) == world.expected(chunks[0])
 
 
+def test_a_hanging_store_delays_three_requests_not_all_until_its_timeout(world):
+    stager = world.faulty_stager(load_deadline_s=0.2, timeout_s=30.0)
+    chunks = world.chunks(1)
+    world.save(stager, chunks)
+    stager.reset()
+    world.fail(get_into={"hang": True})
+    reasons = []
+    for _ in range(5):
+        stager.start_lookup("r", chunks)
+        reasons.append(world.finish(stager, "r").reason)
+        stager.release("r")
+    assert reasons == ["deadline"] * 3 + ["store-suspended"] * 2
+    world.wait_until(lambda: stager.poll() or stager.health["loads"] == "ok", 4.0)
+
+
 def test_a_process_whose_operations_never_return_is_replaced(world, monkeypatch):
     monkeypatch.setenv("TPLAYOUT_TEST_STUCK_S", "0.1")
     stager = world.faulty_stager(load_deadline_s=0.2, timeout_s=0.1, slots=2)
@@ -310,7 +325,7 @@ def test_a_cancelled_load_that_is_wanted_again_is_loaded_again(world):
 
 
 def test_cancelled_loads_that_have_not_begun_are_skipped(world):
-    stager = world.faulty_stager(load_threads=1, loads_in_flight=8)
+    stager = world.faulty_stager(load_threads=1, loads_in_flight=8, slots=16)
     chunks = world.chunks(8)
     world.save(stager, chunks)
     stager.reset()
@@ -323,12 +338,31 @@ def test_cancelled_loads_that_have_not_begun_are_skipped(world):
     assert stager.snapshot()["slots"]["pinned"] == 0
 
 
-def test_when_all_slots_are_busy_saving_is_skipped(world):
+def test_saves_that_a_slow_store_holds_up_leave_slots_to_load_into(world):
+    stager = world.faulty_stager()
+    stored, chunks = world.chunks(1), world.chunks(8, seed=1)
+    world.save(stager, stored)
+    stager.reset()
+    world.fail(put={"hang": True})
+    refs = [(stager.begin_save(chunk), chunk) for chunk in chunks]
+    assert [ref is not None for ref, _ in refs] == [True] * 6 + [False] * 2
+    for ref, chunk in refs[:6]:
+        world.fill(stager, ref, chunk.key)
+    stager.start_lookup("r", stored)
+    assert world.finish(stager, "r").ready == 1
+    assert stager.snapshot()["save_skips"] == {"backlog": 2}
+
+
+def test_when_all_slots_are_in_use_saving_is_skipped_until_one_comes_back(world):
     stager = world.stager(slots=2)
     chunks = world.chunks(3)
-    refs = [stager.begin_save(chunk) for chunk in chunks]
-    assert refs[2] is None
+    world.save(stager, chunks[:1])
+    stager.start_lookup("r", chunks[:1])
+    world.finish(stager, "r")
+    stager.claim("r", 0, 1)
+    ref = stager.begin_save(chunks[1])
+    assert stager.begin_save(chunks[2]) is None
     assert stager.snapshot()["save_skips"] == {"no-slot": 1}
-    world.fill(stager, refs[0], chunks[0].key)
-    world.wait_until(lambda: stager.poll() or stager.snapshot()["saves"] == 1)
+    world.fill(stager, ref, chunks[1].key)
+    world.wait_until(lambda: stager.poll() or stager.snapshot()["saves"] == 2)
     assert stager.begin_save(chunks[2]) is not None

@@ -38,9 +38,12 @@ class Loads:
         slot = table.find(chunk.key)
         missing = tuple(groups)
         if slot is not None:
-            if any(table.part(slot, group) is Part.LIMBO for group in groups):
+            parts = {group: table.part(slot, group) for group in groups}
+            if Part.LIMBO in parts.values():
                 return None, Staged.IN_LIMBO
-            missing = tuple(group for group in groups if table.part(slot, group) is Part.EMPTY)
+            if Part.LOADING in parts.values() and not self._pool.reads.closed:
+                return None, Staged.SUSPENDED
+            missing = tuple(group for group in groups if parts[group] is Part.EMPTY)
             if not missing:
                 return slot, Staged.READY if table.readable(slot, groups) else Staged.COMING
         refusal = self._refusal(chunk.key)
@@ -82,6 +85,8 @@ class Loads:
         """A load was answered: update slot and books. Returns why not all of it is there, "" if it is."""
         pool = self._pool
         pool.loads_in_flight -= 1
+        if event.outcome != "cancelled":
+            pool.answered_at = pool.clock()
         self._settle(work, event.groups)
         pool.known.add(key, event.groups)
         pool.counters["load_bytes"] += event.nbytes
@@ -95,6 +100,15 @@ class Loads:
         elif event.outcome == "error":
             self._failed(event)
         return event.outcome if event.outcome != "error" else f"error: {event.kind}"
+
+    def unanswered(self, since: float) -> None:
+        """A lookup has given up on loads that it has waited for since then.
+
+        If the store has answered nobody else either, that is a failure of it: its own deadline may be far longer.
+        """
+        pool = self._pool
+        if pool.answered_at < since:
+            pool.reads.failed("timeout", f"no load was answered for {pool.clock() - since:.1f} s")
 
     def lost(self, work: Load) -> str:
         """A load died with its process, which can write into the slot no more."""

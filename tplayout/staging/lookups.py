@@ -228,6 +228,8 @@ class Lookups:
         lookup.done, lookup.why, lookup.limit = True, why, lookup.ready
         lookup.starved_since = None
         self._pool.counters[f"lookups.{why}"] += 1
+        if why == "deadline" and lookup.ready < len(lookup.staged) and lookup.deadline is not None:
+            self._loads.unanswered(lookup.deadline - self._pool.plan.load_deadline_s)
         self._wanting.pop(lookup.name, None)
         self._unstage(lookup, lookup.ready)
         self._unseen.add(lookup.name)

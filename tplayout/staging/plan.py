@@ -88,6 +88,11 @@ class StagingPlan:
         """Loads handed out at a time."""
         return self.loads_in_flight or 8 * self.io_processes * self.load_threads
 
+    @property
+    def most_saves(self) -> int:
+        """Slots that saves may hold at a time: with a slow store there must be some left to load into."""
+        return self.slots - self.slots // 4
+
     def config(self, region: Region) -> Config:
         """The first message to an I/O process that works on `region`."""
         return Config(

@@ -39,10 +39,12 @@ class Saves:
         if not (pool.writes.closed or pool.writes.trial()):
             return self._skip(f"store-{pool.writes.kind}")
         if slot is None:
-            slot = pool.table.acquire(chunk.key, todo, Part.FILLING)
+            saving = sum(isinstance(job.work, Save) for job in pool.in_flight.values())
+            room = saving < pool.plan.most_saves
+            slot = pool.table.acquire(chunk.key, todo, Part.FILLING) if room else None
             if slot is None:
                 pool.writes.undecided()
-                return self._skip("no-slot")
+                return self._skip("no-slot" if room else "backlog")
         else:
             pool.table.change(slot, todo, Part.FILLING)
         return self._hand_out(chunk, slot, todo, replace)

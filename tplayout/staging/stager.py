@@ -38,7 +38,7 @@ __all__ = ["LookupState", "SlotRef", "Stager", "StagingPlan"]
 _SHORTEST_WAIT_S = 0.004  # at most 250 returns a second when nothing happens
 _FAMILIES = ("load_errors", "save_errors", "save_skips", "lookups")  # counters by reason: family.reason
 _LONG_STEP_S = 0.1
-_FRESH_S = 0.0005  # `lookup` drains events that are older
+_FRESH_S = 0.0005  # calls that follow each other closely poll once
 
 
 class Stager:
@@ -110,8 +110,7 @@ class Stager:
 
         Once done, `ready` chunks can be claimed for as long as it is asked about (see StagingPlan.unasked_s).
         """
-        if self._pool.clock() - self._drained_at > _FRESH_S:
-            self.poll()
+        self._refresh()
         return self._lookups.state(lookup_id)
 
     def claim(self, lookup_id: str, first: int, last: int) -> list[SlotRef]:
@@ -135,6 +134,7 @@ class Stager:
         The slot has all but cells and digests. Each writer fills its part of `SlotRef.groups` and marks it,
         with the generation, in the region; nothing more is needed. groups: those to save; None: all.
         """
+        self._refresh()  # slots may have come back since the last call
         return self._saves.begin(chunk, self._all_groups if groups is None else groups)
 
     def abandon_save(self, ref: SlotRef) -> None:
@@ -201,6 +201,10 @@ class Stager:
             self._closed = True
             self._pool.io.close()
             self._pool.region.close()
+
+    def _refresh(self) -> None:
+        if self._pool.clock() - self._drained_at > _FRESH_S:
+            self.poll()
 
     def _drain(self, timeout: float) -> None:
         away = self._pool.clock() - self._drained_at
