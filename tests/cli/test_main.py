@@ -1,0 +1,147 @@
+"""The command group: quick help, exit codes, no traceback, whatever a verb does."""
+
+import subprocess
+import sys
+import time
+from importlib import import_module
+from types import SimpleNamespace
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from tplayout.cli import main as main_module
+from tplayout.cli.main import EXIT_CODES, VERBS, main, module_of
+from tplayout.errors import (
+    ConfigError,
+    Forbidden,
+    FormatError,
+    GeometryError,
+    NotFound,
+    Reason,
+    StorageError,
+    StorageErrorKind,
+    StorageTimeout,
+)
+
+HEAVY = ("fsspec", "s3fs", "numpy", "torch", "transformers", "vllm", "rich", "PIL", "matplotlib")
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+def run_verb(monkeypatch: pytest.MonkeyPatch, function: object) -> Result:
+    """`tplayout verb`, where the verb calls function."""
+    command = click.Command("verb", callback=function)  # type: ignore[arg-type]
+    monkeypatch.setattr(main_module, "VERBS", {"verb": "does it"})
+    monkeypatch.setattr(main_module, "import_module", lambda name: SimpleNamespace(command=command))
+    return CliRunner().invoke(main, ["verb"])
+
+
+def raising(error: BaseException) -> object:
+    def function() -> None:
+        raise error
+
+    return function
+
+
+def test_help_names_the_verbs_and_exit_codes():
+    result = CliRunner().invoke(main, ["--help"])
+    assert result.exit_code == 0
+    assert "3    the store cannot be reached" in result.output
+    assert all(f"\n  {verb} " in result.output for verb in VERBS)
+
+
+def test_help_starts_fast():
+    code = "import sys; from tplayout.cli.main import main; main(['--help'])"
+    best = 10.0
+    for _ in range(3):
+        start = time.perf_counter()
+        assert python(code).returncode == 0
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.5
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_imports_nothing_heavy(verb):
+    code = f"""
+import sys
+from tplayout.cli.main import main
+try:
+    main([*sys.argv[1:], "--help"])
+finally:
+    print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
+"""
+    run = python(code, *filter(None, [verb]))
+    assert run.returncode == 0
+    assert run.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_documents_itself(verb):
+    command = import_module(f"tplayout.cli.{module_of(verb)}").command
+    assert isinstance(command, click.Command)
+    result = CliRunner().invoke(main, [verb, "--help"], terminal_width=100)
+    assert result.output.count(EXIT_CODES.split("\n")[1]) == 1
+    assert "--json" in result.output
+    assert "JSON:" in result.output
+    for option in command.params:
+        assert not isinstance(option, click.Option) or option.help, option.name
+
+
+def test_version():
+    result = CliRunner().invoke(main, ["--version"])
+    assert (result.exit_code, result.output) == (0, "tplayout 0.1.0\n")
+
+
+@pytest.mark.parametrize("arguments", [["no-such-verb"], ["--no-such-option"]])
+def test_wrong_use_is_2(arguments):
+    assert CliRunner().invoke(main, arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), 2),
+        (GeometryError("x"), 2),
+        (StorageError("x", StorageErrorKind.INVALID_NAME), 2),
+        (FileNotFoundError(2, "No such file or directory", "x"), 2),
+        (click.UsageError("x"), 2),
+        (NotFound("x"), 1),
+        (FormatError(Reason.TRUNCATED, "x"), 1),
+        (StorageTimeout("x"), 3),
+        (Forbidden("x"), 3),
+        (KeyboardInterrupt(), 130),
+        (click.Abort(), 1),
+        (ZeroDivisionError("x"), 70),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors_are_one_line_and_a_code(monkeypatch, error, code):
+    result = run_verb(monkeypatch, raising(error))
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    if not isinstance(error, click.UsageError):
+        assert result.stderr.strip().count("\n") == 0
+
+
+def test_what_a_verb_returns_is_the_code(monkeypatch):
+    assert run_verb(monkeypatch, lambda: 1).exit_code == 1
+    assert run_verb(monkeypatch, lambda: None).exit_code == 0
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    code = """
+import click
+from tplayout.cli import main as module
+command = click.Command("v", callback=lambda: [print("line " * 100) for _ in range(10000)] and None)
+module.VERBS = {"v": ""}
+module.import_module = lambda name: type("M", (), {"command": command})
+module.main(["v"])
+"""
+    shell = f"{sys.executable} -c '{code}' | head -1"
+    run = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert run.stdout.startswith("line")
+    assert run.stderr == ""

@@ -1,0 +1,1 @@
+"""What the command line tool does, as library calls: they print nothing, and report progress through a callback."""

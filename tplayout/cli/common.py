@@ -1,0 +1,244 @@
+"""What verbs share: options, opening a store, output as JSON or tables, progress on a terminal.
+
+Text that comes from a store is shown without control characters: whoever may write there must not steer a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tplayout.admin.progress import Progress, silent
+from tplayout.errors import ConfigError
+from tplayout.storage.base import DEFAULT_TIMEOUT_S, Store
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SECRET_ENV = "TPLAYOUT_SECRET_KEY"
+_UNITS = {"": 0, "B": 0, "K": 1, "KI": 1, "KIB": 1, "M": 2, "MI": 2, "MIB": 2, "G": 3, "GI": 3, "GIB": 3}
+_UNITS |= {"T": 4, "TI": 4, "TIB": 4}
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def _storage_options(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, Any]:
+    return parse_storage_options(values)
+
+
+def parse_storage_options(values: Sequence[str]) -> dict[str, Any]:
+    """`K=V` items as a table. Dots in K nest; V is text, true or false; `K:=JSON` is any JSON value."""
+    options: dict[str, Any] = {}
+    for item in values:
+        name, equals, text = item.partition("=")
+        is_json = name.endswith(":")
+        *outer, last = name.removesuffix(":").split(".")
+        if not equals or not last or not all(outer):
+            raise click.BadParameter(f"{name!r} must be K=V (text, true or false) or K:=JSON")
+        try:
+            value = json.loads(text) if is_json else {"true": True, "false": False}.get(text, text)
+        except ValueError:
+            raise click.BadParameter(f"{name!r}: what follows := is not JSON") from None
+        table = options
+        for part in outer:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise click.BadParameter(f"{name!r}: {part!r} is given as a value already")
+        table[last] = value
+    return options
+
+
+def _secret(ctx: click.Context, param: click.Parameter, path: str | None) -> bytes | None:
+    if path is None:
+        return os.environ[SECRET_ENV].encode() if os.environ.get(SECRET_ENV) else None
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise click.BadParameter(f"{path} cannot be read: {error.strerror}") from None
+    if not secret:
+        raise click.BadParameter(f"{path} is empty; put the key into it")
+    return secret
+
+
+def store_options(function: F) -> F:
+    """--storage-option (parameter storage_options) and --timeout (seconds)."""
+    timeout = click.option(
+        "--timeout",
+        type=click.FloatRange(0, 86400, min_open=True, max_open=True),
+        default=DEFAULT_TIMEOUT_S,
+        show_default=True,
+        help="Seconds that one store operation may take.",
+    )
+    options = click.option(
+        "--storage-option",
+        "storage_options",
+        metavar="K=V",
+        multiple=True,
+        callback=_storage_options,
+        help="An option of the store's file system, by fsspec's name (endpoint_url=…). Dots nest "
+        "(config_kwargs.s3.addressing_style=path), K:=JSON gives numbers. May be repeated.",
+    )
+    return options(timeout(function))
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document; its keys are below.")
+secret_option = click.option(
+    "--secret-key-file",
+    "secret",
+    metavar="FILE",
+    callback=_secret,
+    help=f"The secret of stores with keyed digests; or {SECRET_ENV} in the environment.",
+)
+jobs_option = click.option(
+    "--jobs", type=click.IntRange(1, 256), default=8, show_default=True, help="Store operations at the same time."
+)
+dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
+
+
+def open_store(url: str, storage_options: Mapping[str, Any], timeout: float) -> Store:
+    """The store at a URL; nothing is connected yet."""
+    from tplayout.storage.url import open_store as open_url
+
+    return open_url(url, storage_options, timeout)
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Go on if the user agrees; click.Abort if not, ConfigError where nobody can be asked."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{question} Nobody can be asked here: add --yes, or look with --dry-run first")
+    click.confirm(question, abort=True, err=True)
+
+
+def emit_json(document: Any) -> None:
+    """The one JSON document of a verb."""
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def say(text: str = "") -> None:
+    """A line of the answer, on stdout."""
+    click.echo(plain(text))
+
+
+def note(text: str) -> None:
+    """A line that is not the answer, on stderr."""
+    click.echo(plain(text), err=True)
+
+
+def plain(text: str) -> str:
+    """Text without control characters; line ends stay."""
+    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout. A column whose name starts with ">" is aligned to the right. In a pipe no line is folded."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False, show_edge=False)
+    for name in columns:
+        right = name.startswith(">")
+        drawn.add_column(Text(name.lstrip(">")), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(plain(cell)) for cell in row))
+    console().print(drawn)
+
+
+def console() -> Console:
+    """Rich's console for stdout: as wide as the terminal, or without a limit."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 4096, highlight=False)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Progress]:
+    """A bar on stderr with rate and time left, if that is a terminal. what: "verifying"."""
+    if not sys.stderr.isatty():
+        yield silent
+        return
+    from rich import progress as rich
+    from rich.console import Console
+
+    bar = rich.Progress(
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.TextColumn("{task.completed:g}/{task.fields[of]}"),
+        rich.TextColumn("{task.fields[moved]}"),
+        rich.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(what, total=None, of="?", moved="")
+        started = time.monotonic()
+
+        def tick(done: int, total: int | None, nbytes: int) -> None:
+            rate = nbytes / max(time.monotonic() - started, 1e-3)
+            moved = f"{size(nbytes)}, {size(rate)}/s" if nbytes else ""
+            bar.update(task, completed=done, total=total, of="?" if total is None else total, moved=moved)
+
+        yield tick
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "500", "64K", "1.5GiB" (powers of 1024); an option's `type`. click.BadParameter for others."""
+    digits = text.rstrip("BKMGTibkmgt")
+    unit = text[len(digits) :].strip().upper()
+    try:
+        nbytes = float(digits) * 1024 ** _UNITS[unit]
+        if not 0 <= nbytes < 2**63:
+            raise ValueError
+    except (ValueError, KeyError):
+        raise click.BadParameter(f"{text!r} is no size: write 500, 64K, 10MiB, 1.5G") from None
+    return int(nbytes)
+
+
+def parse_age(text: str) -> float:
+    """Seconds of "90", "15m", "12h", "30d", "2w"; an option's `type`. click.BadParameter for others."""
+    digits = text.rstrip("smhdw")
+    try:
+        seconds = float(digits) * _SECONDS[text[len(digits) :]]
+        if not 0 <= seconds < 2**40:
+            raise ValueError
+    except (ValueError, KeyError):
+        raise click.BadParameter(f"{text!r} is no age: write 90s, 15m, 12h, 30d, 2w") from None
+    return seconds
+
+
+def age(modified: float | None, now: float | None = None) -> str:
+    """How long ago: "3 d"; "?" if the store does not say."""
+    if modified is None:
+        return "?"
+    seconds = max(0.0, (time.time() if now is None else now) - modified)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def moment(seconds: float | None) -> str | None:
+    """A time for JSON: ISO 8601 in UTC, to the second."""
+    return None if seconds is None else datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
