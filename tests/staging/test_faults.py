@@ -80,7 +80,7 @@ def test_an_object_that_is_no_file_costs_a_miss_not_a_hang(world):
 
 
 def test_with_a_hanging_store_a_lookup_ends_at_its_deadline_with_what_it_has(world):
-    stager = world.faulty_stager(load_deadline_s=0.3, timeout_s=30.0)
+    stager = world.faulty_stager(load_deadline_s=1.0, timeout_s=30.0)
     chunks = world.chunks(3)
     world.save(stager, chunks)
     stager.reset()
@@ -93,7 +93,7 @@ def test_with_a_hanging_store_a_lookup_ends_at_its_deadline_with_what_it_has(wor
     assert not stager.lookup("r").done
     while not stager.lookup("r").done:
         stager.wait(0.005)
-    assert 0.25 < time.monotonic() - started < 0.33
+    assert 0.95 < time.monotonic() - started < 1.1
     state = stager.lookup("r")
     assert (state.ready, state.reason) == (1, "deadline")
     ref = stager.claim("r", 0, 1)[0]

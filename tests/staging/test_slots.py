@@ -90,6 +90,19 @@ def test_forget_all_hides_what_is_in_use_and_frees_the_rest():
     assert table.counts()["free"] == 2
 
 
+def test_a_disowned_slot_leaves_its_key_to_another_and_is_free_when_idle():
+    table = SlotTable(2, 1)
+    slot = table.acquire(key(1), [0], Part.LOADING)
+    table.disown(slot)
+    with pytest.raises(ValueError, match="no key leads"):
+        table.disown(slot)
+    other = table.acquire(key(1), [0], Part.FILLING)
+    assert other != slot
+    table.change(slot, [0], Part.CLEAN)
+    assert table.available == 1
+    assert table.find(key(1)) == other
+
+
 def test_a_free_slot_is_not_freed_again():
     table = SlotTable(2, 1)
     slot = table.acquire(key(1), [0], Part.LOADING)
@@ -183,6 +196,13 @@ class SlotMachine(RuleBasedStateMachine):
     def unpin(self, data):
         index = data.draw(st.integers(0, len(self.held) - 1))
         self.table.unpin(self.held.pop(index)[0])
+
+    @precondition(lambda self: any(self.table.find(key(number)) is not None for number in range(6)))
+    @rule(data=st.data())
+    def disown(self, data):
+        number = data.draw(st.sampled_from([n for n in range(6) if self.table.find(key(n)) is not None]))
+        self.table.disown(self.table.find(key(number)))
+        assert self.table.find(key(number)) is None
 
     @rule()
     def forget_all(self):
