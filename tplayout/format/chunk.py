@@ -64,12 +64,13 @@ def write_digests(
     _check_hasher(layout, hasher)
     shard = whole(layout.group) if shard is None else shard
     layout.check_shard(shard)
-    for head in shard.heads:
-        for position in shard.layers:
-            data = view[_cut(layout.cell_range(head, position))]
-            layer = layout.group.layers[position]
-            digest = hasher.cell(key, layout.group.name, head, layer, data)
-            view[_cut(layout.digest_range(head, position))] = digest
+    group, size = layout.group, layout.cell_bytes
+    for head in shard.heads if shard.cells else ():
+        cells = view[_cut(layout.kv_range(head, shard.layers))]
+        view[_cut(layout.digests_range(head, shard.layers))] = b"".join(
+            hasher.cell(key, group.name, head, group.layers[position], cells[row * size : (row + 1) * size])
+            for row, position in enumerate(shard.layers)
+        )
 
 
 def seal(
