@@ -1,0 +1,204 @@
+"""Conversions between a namespace and what holds the KV of single prefixes; the report that all of them give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tplayout.admin.chains import Index, build_index
+from tplayout.admin.namespaces import OpenNamespace, begin_namespace, open_namespace
+from tplayout.admin.parallel import in_order
+from tplayout.admin.progress import Progress, silent
+from tplayout.admin.shard_files import ShardHeader, ranks_of
+from tplayout.admin.shards import ShardSet, ShardWriter
+from tplayout.admin.transfer import Tally, read_prefix, store_prefix
+from tplayout.errors import ConfigError, NamespaceMismatch, NotFound
+from tplayout.format.digest import make_hasher
+from tplayout.format.geometry import Geometry
+from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
+from tplayout.format.keys import NO_EXTRAS, ROOT, ChunkId, chunk_key
+from tplayout.format.sharding import pp_layer_ranges
+from tplayout.storage.base import Store
+
+
+@dataclass
+class Report:
+    """What a conversion did. prefixes: how many; files: written, and there already (where files are written).
+
+    rest: tokens behind a prefix's last full chunk, which have no place in a store. skipped: what could not be
+    converted, by name, with the reason. namespace: that was written or read.
+    """
+
+    prefixes: int = 0
+    tally: Tally = field(default_factory=Tally)
+    files_written: int = 0
+    files_present: int = 0
+    rest: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
+    namespace: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything was converted."""
+        return not self.skipped and not self.tally.damaged
+
+
+def target_namespace(
+    store: Store, identity: Identity, secret: bytes | None, model: str, dry_run: bool = False
+) -> OpenNamespace:
+    """The identity's namespace in the store, begun if it is not there; a dry run writes nothing."""
+    if not dry_run:
+        return begin_namespace(store, identity, secret, model)
+    try:
+        return open_namespace(store, identity.namespace, secret)
+    except NotFound:
+        hasher = make_hasher(None, secret)
+        document = NamespaceDocument(identity, StorageFacts(hasher.name, hasher.key_id), model)
+        return OpenNamespace(store, document, hasher, identity.digest())
+
+
+def chain_of_digests(namespace: bytes, tokens: Sequence[int], extras: Sequence[bytes], size: int) -> list[ChunkId]:
+    """Full chunks of a prefix whose extras are known as digests only. namespace: 32 bytes; extras: one a chunk."""
+    chunks: list[ChunkId] = []
+    parent = ROOT
+    for index, digest in enumerate(extras):
+        own = tuple(tokens[index * size : (index + 1) * size])
+        parent, before = chunk_key(namespace, parent, own, digest), parent
+        chunks.append(ChunkId(parent, before, own, digest, index))
+    return chunks
+
+
+def import_shards(
+    directories: Iterable[Path],
+    store: Store,
+    identity: Identity | None = None,
+    secret: bytes | None = None,
+    model: str = "",
+    jobs: int = 1,
+    progress: Progress = silent,
+    dry_run: bool = False,
+) -> Report:
+    """Per-rank shard sets, one directory a prefix, into a store.
+
+    identity: of the model, where the files do not hold one. Raises ConfigError if neither is known, and
+    NamespaceMismatch naming the first field in which they differ; as `ShardSet` for files that do not fit.
+    """
+    report = Report()
+    for directory in directories:
+        with ShardSet(directory) as shards:
+            own = _identity_of(shards, identity)
+            target = target_namespace(store, own, secret, model or shards.header.model, dry_run)
+            tokens = shards.tokens()
+            chunks = chain_of_digests(target.digest, tokens, shards.extras(), target.chunk_tokens)
+            report.tally.add(store_prefix(shards, chunks, target, jobs, progress, dry_run))
+            report.prefixes += 1
+            report.rest += len(tokens) % target.chunk_tokens
+            report.namespace = target.name
+    return report
+
+
+def _identity_of(shards: ShardSet, stated: Identity | None) -> Identity:
+    theirs = shards.header.identity
+    if stated is None:
+        if theirs is None:
+            raise ConfigError(
+                f"{shards.directory}: the files hold no identity: name the model's directory with --model"
+            )
+        return theirs
+    if theirs is not None:
+        for field_name, ours, other in stated.diff(theirs):
+            raise NamespaceMismatch(field_name, ours, other)
+    if stated.geometry != shards.geometry:
+        raise NamespaceMismatch("geometry", stated.geometry.to_json(), shards.geometry.to_json())
+    return stated
+
+
+def stages_of(geometry: Geometry, pp_size: int, partition: Sequence[int] | None = None) -> list[range]:
+    """Layer numbers of each pipeline stage of a model with this geometry. Raises GeometryError."""
+    layers = 1 + max(layer for group in geometry.groups for layer in group.layers)
+    return pp_layer_ranges(layers, pp_size, partition)
+
+
+def export_shards(
+    origin: OpenNamespace,
+    directory: Path,
+    tp_size: int,
+    stages: Sequence[range],
+    keys: Sequence[bytes] | None = None,
+    jobs: int = 1,
+    progress: Progress = silent,
+    dry_run: bool = False,
+) -> Report:
+    """Prefixes of a namespace as per-rank shard sets: directory/<first 32 hex digits of the last chunk's key>/.
+
+    keys: last chunks of the prefixes; None for the longest prefixes that have no gap. A prefix with a damaged object
+    is skipped and named. Raises GeometryError if the TP size does not divide the heads.
+    """
+    ranks = ranks_of(origin.identity.geometry, tp_size, stages)
+    index = build_index(origin, jobs)
+    report = Report(namespace=origin.name)
+    paths = list(index.prefixes()) if keys is None else [path_to(index, key) for key in keys]
+    skip_gaps(index, report)
+    for path in paths:
+        chunks = chunks_of(index, path, jobs)
+        absent = _absent(index, path)
+        has_extras = any(chunk.extras != NO_EXTRAS for chunk in chunks)
+        length = len(chunks) * origin.chunk_tokens
+        model = origin.document.model
+        headers = [
+            ShardHeader(rank, origin.identity.geometry, length, origin.identity, model, absent, has_extras)
+            for rank in ranks
+        ]
+        report.prefixes += 1
+        if dry_run:
+            report.files_written += len(headers)
+            continue
+        place = directory / path[-1].hex()[:32]
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        writer = ShardWriter(place, headers, tokens, [chunk.extras for chunk in chunks])
+        try:
+            report.files_present += writer.present
+            if writer.missing:
+                tally = read_prefix(origin, chunks, writer, jobs, progress)
+                report.tally.add(tally)
+                if tally.damaged:
+                    report.skipped[path[-1].hex()] = f"{len(tally.damaged)} damaged objects"
+                    continue
+                writer.publish()
+                report.files_written += writer.missing
+        finally:
+            writer.discard()
+    return report
+
+
+def skip_gaps(index: Index, report: Report) -> None:
+    """Say in the report what no prefix reaches, and what is damaged."""
+    for name, error in index.damaged.items():
+        report.tally.damaged[name] = str(error)
+    for key in index.cut_off():
+        report.skipped[key.hex()] = "a chunk before it is missing"
+
+
+def path_to(index: Index, key: bytes) -> list[bytes]:
+    """Keys from the first chunk to this one. Raises NotFound if it is not stored, or not reachable."""
+    path = index.path(key)
+    if not path:
+        raise NotFound(f"{index.namespace.store.url}: no prefix that ends with chunk {key.hex()} and has no gap")
+    return path
+
+
+def chunks_of(index: Index, path: Sequence[bytes], jobs: int = 1) -> list[ChunkId]:
+    """The chunks of a prefix with tokens, extras and positions. path: keys from the first chunk on."""
+    found = in_order(index.chunk_id, path, jobs)
+    return [ChunkId(chunk.key, chunk.parent, chunk.tokens, chunk.extras, number) for number, chunk in enumerate(found)]
+
+
+def _absent(index: Index, path: Sequence[bytes]) -> dict[str, tuple[int, ...]]:
+    """Group name -> positions of the chunks that lack the group."""
+    absent = {}
+    for number, group in enumerate(index.namespace.identity.geometry.groups):
+        gone = tuple(at for at, key in enumerate(path) if number not in index.chunks[key].objects)
+        if gone:
+            absent[group.name] = gone
+    return absent

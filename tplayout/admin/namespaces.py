@@ -1,0 +1,178 @@
+"""One namespace of a store as a tool sees it: identity, layouts, objects, and reading them verified.
+
+Tools get their identity from namespace.json, so they need no model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tplayout.cache.namespace import check_document
+from tplayout.errors import ConfigError, FormatError, NotFound, Reason, StorageError, StorageErrorKind
+from tplayout.format.chunk import read_chunk_id, verify
+from tplayout.format.digest import CellHasher, make_hasher
+from tplayout.format.identity import (
+    MAX_DOCUMENT_BYTES,
+    Identity,
+    NamespaceDocument,
+    StorageFacts,
+    parse_namespace_document,
+)
+from tplayout.format.keys import ChunkId, ObjectName, namespace_object, object_name, parse_object_name
+from tplayout.format.layout import ChunkLayout, chunk_layout
+from tplayout.storage.base import ObjectInfo, Store
+
+_DOCUMENT = re.compile(r"([0-9a-f]{32})/namespace\.json")
+
+
+@dataclass(frozen=True)
+class OpenNamespace:
+    """A namespace and what reads and writes it. digest: 32 bytes, of the identity."""
+
+    store: Store
+    document: NamespaceDocument
+    hasher: CellHasher
+    digest: bytes
+
+    @property
+    def identity(self) -> Identity:
+        """What its KV depends on."""
+        return self.document.identity
+
+    @property
+    def name(self) -> str:
+        """Its directory in the store, 32 hex digits."""
+        return self.digest.hex()[:32]
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return self.identity.geometry.chunk_tokens
+
+    @property
+    def layouts(self) -> tuple[ChunkLayout, ...]:
+        """Of each group."""
+        return tuple(self.layout(index) for index in range(len(self.identity.geometry.groups)))
+
+    def layout(self, group: int) -> ChunkLayout:
+        """Of one group; GeometryError if there is none."""
+        return chunk_layout(self.identity.geometry, group, self.hasher.name, self.hasher.key_id)
+
+    def object_name(self, key: bytes, group: int) -> str:
+        """Store key of a chunk's group."""
+        return object_name(self.name, key, group)
+
+    def objects(self) -> Iterator[tuple[ObjectName, ObjectInfo]]:
+        """What is listed and has an object's name; whether it is one, nobody has looked yet."""
+        for info in self.store.list(f"{self.name}/"):
+            try:
+                name = parse_object_name(info.key)
+            except FormatError:
+                continue
+            if name.group_index < len(self.identity.geometry.groups):
+                yield name, info
+
+    def chunk_id(self, key: bytes, group: int) -> ChunkId:
+        """What an object says it is, checked against its key, which binds it; cells are not read.
+
+        Raises NotFound, or FormatError: wrong-key, truncated.
+        """
+        layout, name = self.layout(group), self.object_name(key, group)
+        start = layout.data_start
+        try:
+            data = self.store.get_range(name, start, layout.extras_range.stop - start)
+        except StorageError as error:
+            raise as_damage(error, name) from None
+        chunk = read_chunk_id(bytes(start) + data, layout, self.digest)
+        if chunk.key != key:
+            raise FormatError(Reason.WRONG_KEY, f"content belongs to {chunk.key.hex()}", name)
+        return chunk
+
+    def read(self, key: bytes, group: int, buf: bytearray | memoryview | None = None) -> memoryview:
+        """A whole object, verified. buf: memory of at least layout.nbytes for it, None for new.
+
+        Raises NotFound, FormatError that names the object, StorageError.
+        """
+        layout, name = self.layout(group), self.object_name(key, group)
+        view = memoryview(bytearray(layout.nbytes) if buf is None else buf).cast("B")[: layout.nbytes]
+        try:
+            length = self.store.get_into(name, view)
+        except StorageError as error:
+            raise as_damage(error, name) from None
+        try:
+            verify(view[:length], layout, self.digest, key, self.hasher)
+        except FormatError as error:
+            raise error.at(name) from None
+        return view
+
+
+def names(store: Store) -> list[str]:
+    """The namespaces of a store that have a document, sorted."""
+    found = (_DOCUMENT.fullmatch(info.key) for info in store.list())
+    return sorted(match[1] for match in found if match)
+
+
+def open_namespace(store: Store, name: str, secret: bytes | None = None) -> OpenNamespace:
+    """The namespace of that name. Raises NotFound; FormatError if damaged, or wrong-secret."""
+    key = namespace_object(name)
+    try:
+        document = parse_namespace_document(store.get(key, max_bytes=MAX_DOCUMENT_BYTES), name)
+        hasher = make_hasher(document.storage.digest, secret, document.storage.key_id)
+    except FormatError as error:
+        raise error.at(f"{store.url}: {key}") from None
+    return OpenNamespace(store, document, hasher, document.identity.digest())
+
+
+def choose_namespace(store: Store, wanted: str | None, secret: bytes | None = None) -> OpenNamespace:
+    """The namespace whose name starts with `wanted`, or the only one. Raises ConfigError that lists them."""
+    there = names(store)
+    fitting = [name for name in there if name.startswith(wanted or "")]
+    if len(fitting) == 1:
+        return open_namespace(store, fitting[0], secret)
+    if not there:
+        raise NotFound(f"{store.url}: no namespace is stored here")
+    which = f"{len(fitting)} namespaces start with {wanted!r}" if wanted else f"there are {len(there)} namespaces"
+    raise ConfigError(f"{store.url}: {which}, name one: {', '.join((fitting or there)[:20])}")
+
+
+def begin_namespace(store: Store, identity: Identity, secret: bytes | None, model: str) -> OpenNamespace:
+    """The identity's namespace, written if it is not there. Raises as `open_namespace`."""
+    hasher = make_hasher(None, secret)
+    document = NamespaceDocument(identity, StorageFacts(hasher.name, hasher.key_id), model)
+    return begin_copy(store, document, secret)
+
+
+def begin_copy(store: Store, document: NamespaceDocument, secret: bytes | None) -> OpenNamespace:
+    """The document's namespace, written as it is if nothing is there; else what is there.
+
+    Raises as `open_namespace`, and NamespaceMismatch if that is another identity's.
+    """
+    name, data = document.identity.namespace, document.to_bytes()
+    try:
+        found = open_namespace(store, name, secret)
+    except NotFound:
+        hasher = make_hasher(document.storage.digest, secret, document.storage.key_id)
+        store.put(namespace_object(name), data)
+        return OpenNamespace(store, document, hasher, document.identity.digest())
+    return found
+
+
+def check_same_storage(store: Store, document: NamespaceDocument) -> None:
+    """NamespaceMismatch if the namespace is in the store, but with another digest, secret or codec."""
+    name = document.identity.namespace
+    try:
+        found = store.get(namespace_object(name), max_bytes=MAX_DOCUMENT_BYTES)
+    except NotFound:
+        return
+    check_document(found, document.to_bytes(), name)
+
+
+def as_damage(error: StorageError, name: str) -> StorageError | FormatError:
+    """An object of the wrong length is a damaged one, whatever noticed it first."""
+    if error.kind == StorageErrorKind.TOO_LARGE:
+        return FormatError(Reason.TRAILING, error.detail, name)
+    if error.kind == StorageErrorKind.SHORT_READ:
+        return FormatError(Reason.TRUNCATED, error.detail, name)
+    return error

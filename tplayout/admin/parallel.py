@@ -1,0 +1,28 @@
+"""Many store operations at a time, a bounded number in flight, results in order."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_order(function: Callable[[T], R], items: Iterable[T], jobs: int) -> Iterator[R]:
+    """function(item) of each item, computed by `jobs` threads, in the items' order.
+
+    At most twice as many calls as threads are begun ahead of the consumer. An error, Ctrl-C or a consumer that stops
+    cancels what has not begun, and waits for what has: each operation has its deadline.
+    """
+    pool = ThreadPoolExecutor(jobs, thread_name_prefix="tplayout")
+    pending: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) >= 2 * jobs:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
