@@ -173,10 +173,14 @@ class Stager:
         return {"loads": self._pool.reads.state, "saves": self._pool.writes.state, "io": io}
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters since the start, and slots by state now.
+        """`counters`, and "slots": slots by state now, which looks at every slot."""
+        return {**self.counters(), "slots": self._pool.table.counts()}
+
+    def counters(self) -> dict[str, Any]:
+        """Sums since the start, cheap enough for every step.
 
         loads, load_bytes, load_seconds, misses, verification_failures, saves, save_bytes, save_seconds,
-        io_restarts; by reason: load_errors, save_errors, save_skips, lookups; slots.
+        io_restarts; by reason: load_errors, save_errors, save_skips, lookups.
         """
         names = ("loads", "load_bytes", "misses", "verification_failures", "saves", "save_bytes")
         sums: dict[str, Any] = {name: self._pool.counters[name] for name in names}
@@ -186,8 +190,7 @@ class Stager:
             family, dot, reason = name.partition(".")
             if dot:
                 families[family][reason] = count
-        slots = self._pool.table.counts()
-        return {**sums, **families, "io_restarts": self._pool.io.restarts, "slots": slots}
+        return {**sums, **families, "io_restarts": self._pool.io.restarts}
 
     def reset(self) -> None:
         """Forget all cached chunks and what is known about the store. What is in use is dropped later."""
