@@ -1,0 +1,157 @@
+"""One namespace as another: another chunk size, another KV dtype.
+
+Prefixes are cut anew from their token ids; what is shared is written once. Digests of extras are carried over where
+they mean the same in a chunk of another size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from tplayout.admin.chains import build_index
+from tplayout.admin.convert import Report, chain_of_digests, chunks_of, path_to, skip_gaps, target_namespace
+from tplayout.admin.namespaces import OpenNamespace
+from tplayout.admin.progress import Progress, silent
+from tplayout.admin.transfer import Bits, cells_of, store_prefix
+from tplayout.admin.values import Converter, Losses, converted_group, converter, is_lossless
+from tplayout.errors import ConfigError, FormatError, GeometryError, NotFound
+from tplayout.format.geometry import Geometry
+from tplayout.format.identity import Identity
+from tplayout.format.keys import NO_EXTRAS, ChunkId
+from tplayout.storage.base import Store
+
+
+@dataclass
+class Rechunked(Report):
+    """A report with what the change of dtype cost, by group name."""
+
+    losses: dict[str, Losses] = field(default_factory=dict)
+
+
+def changed_identity(identity: Identity, chunk_tokens: int | None = None, dtype: str | None = None) -> Identity:
+    """The identity of the same model with another chunk size or KV dtype (safetensors' name).
+
+    Raises GeometryError for what no geometry can be, ConfigError for a dtype that values cannot be converted to.
+    """
+    old = identity.geometry
+    groups = old.groups if dtype is None else tuple(converted_group(group, dtype) for group in old.groups)
+    geometry = Geometry(chunk_tokens or old.chunk_tokens, groups)
+    for group in groups:
+        if group.kind == "state" and geometry.chunk_tokens % old.chunk_tokens:
+            raise GeometryError(
+                f"group {group.name!r} holds the state after every {old.chunk_tokens} tokens: chunks of "
+                f"{geometry.chunk_tokens} need states that are not stored; choose a multiple of {old.chunk_tokens}"
+            )
+    return replace(identity, geometry=geometry)
+
+
+def rechunk(
+    origin: OpenNamespace,
+    store: Store,
+    identity: Identity,
+    lossy: bool = False,
+    secret: bytes | None = None,
+    keys: Sequence[bytes] | None = None,
+    jobs: int = 1,
+    progress: Progress = silent,
+    dry_run: bool = False,
+) -> Rechunked:
+    """The prefixes of a namespace as chunks of `identity`, see `changed_identity`. A job holds two chunks.
+
+    lossy: whether precision may be lost; what it cost is measured and reported. keys: last chunks of the prefixes, None
+    for all. Raises ConfigError if precision would be lost and may not.
+    """
+    pairs = list(zip(origin.identity.geometry.groups, identity.geometry.groups, strict=True))
+    for old, new in pairs:
+        if not lossy and not is_lossless(old, new):
+            raise ConfigError(
+                f"group {old.name!r}: {old.dtype} to {new.dtype} loses precision: add --lossy to allow it, and the "
+                "error is measured"
+            )
+    target = target_namespace(store, identity, secret, origin.document.model, dry_run)
+    report = Rechunked(namespace=target.name)
+    converters = [converter(old, new) for old, new in pairs]
+    report.losses = {
+        new.name: one.losses for (_, new), one in zip(pairs, converters, strict=True) if one.losses is not None
+    }
+    index = build_index(origin, jobs)
+    paths = list(index.prefixes()) if keys is None else [path_to(index, key) for key in keys]
+    skip_gaps(index, report)
+    for path in paths:
+        chunks = chunks_of(index, path, jobs)
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        extras = carried_extras(chunks, target.chunk_tokens)
+        if extras is None:
+            report.skipped[path[-1].hex()] = "its extras cannot be carried over to chunks of another size"
+            continue
+        source = _Chunks(origin, chunks, converters, report)
+        ids = chain_of_digests(target.digest, tokens, extras, target.chunk_tokens)
+        report.tally.add(store_prefix(source, ids, target, jobs, progress, dry_run))
+        report.prefixes += 1
+        report.rest += len(tokens) % target.chunk_tokens
+    return report
+
+
+def carried_extras(chunks: Sequence[ChunkId], chunk_tokens: int) -> list[bytes] | None:
+    """The extras digest of each chunk of another size; None if that cannot be known.
+
+    With the same size they stay. Else all must be equal: then they are those of the request (adapter, salt), while an
+    item's position would differ from chunk to chunk. A single chunk cannot show that, unless it has no extras.
+    """
+    size = len(chunks[0].tokens)
+    digests = [chunk.extras for chunk in chunks]
+    if size == chunk_tokens:
+        return digests
+    count = len(chunks) * size // chunk_tokens
+    if set(digests) == {NO_EXTRAS} or (len(chunks) > 1 and len(set(digests)) == 1):
+        return digests[:1] * count
+    return None
+
+
+class _Chunks:
+    """A stored prefix as a `Source` for chunks of another size and dtype. Each thread keeps the object it read last."""
+
+    def __init__(
+        self, origin: OpenNamespace, chunks: Sequence[ChunkId], converters: Sequence[Converter], report: Rechunked
+    ) -> None:
+        self._origin = origin
+        self._chunks = chunks
+        self._converters = converters
+        self._report = report
+        self._held = threading.local()
+
+    def fill(self, group: int, tokens: range, out: Bits) -> bool:
+        """See `Source`."""
+        size = self._origin.chunk_tokens
+        state = self._origin.identity.geometry.groups[group].kind == "state"
+        first = (tokens.stop - 1) // size if state else tokens.start // size
+        for number in range(first, (tokens.stop - 1) // size + 1):
+            cells = self._cells(number, group)
+            if cells is None:
+                return False
+            if state:
+                self._converters[group](cells, out)
+                continue
+            start, stop = max(tokens.start, number * size), min(tokens.stop, (number + 1) * size)
+            inside = cells[..., start - number * size : stop - number * size, :]
+            self._converters[group](inside, out[..., start - tokens.start : stop - tokens.start, :])
+        return True
+
+    def _cells(self, number: int, group: int) -> Bits | None:
+        """The cells of one stored object, verified; None if it is missing or damaged."""
+        if getattr(self._held, "place", None) != (number, group):
+            layout = self._origin.layout(group)
+            if getattr(self._held, "group", None) != group:
+                self._held.buf = bytearray(layout.nbytes)
+            self._held.place, self._held.group = None, group
+            try:
+                self._origin.read(self._chunks[number].key, group, self._held.buf)
+            except NotFound:
+                return None
+            except FormatError as error:
+                self._report.tally.damaged[error.where] = str(error)
+                return None
+            self._held.place = (number, group)
+        return cells_of(self._held.buf, self._origin.layout(group))
