@@ -3,9 +3,9 @@
     tools/bench.py              one table, in about a minute; README.md shows it
     tools/bench.py --tiny       the same rows in seconds, of no meaning: whether they run
 
-Every row is a ratio of both sides' times in the same run (see bench_measure.py), never a time, and one of bytes: 1.00 is
-as fast as the other side, less is faster. Copies and digests are compared by the CPU time of their one thread, everything else by the
-clock on the wall.
+Every row is a ratio of both sides' times in the same run (see bench_measure.py), never a time, and one of bytes: 1.00
+is as fast as the other side, less is faster. Copies and digests are compared by the CPU time of their one thread,
+everything else by the clock on the wall.
 """
 
 import argparse
