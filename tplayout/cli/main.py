@@ -14,7 +14,10 @@ from tplayout import __version__
 from tplayout.errors import ConfigError, GeometryError, NotFound, StorageError, StorageErrorKind, TPLayoutError
 
 # Verb -> what `tplayout --help` says of it, so that help imports no verb. Sorted as people meet them.
-VERBS: Mapping[str, str] = {}
+VERBS: Mapping[str, str] = {
+    "verify": "check that every object is what it says, and move aside what is not",
+    "convert": "per-rank shards, chunk sizes and dtypes into one another",
+}
 
 FINE, NO, WRONG_USE, UNREACHABLE, BUG, INTERRUPTED = 0, 1, 2, 3, 70, 130
 
@@ -39,7 +42,9 @@ class Verbs(click.Group):
             return None
         command = import_module(f"tplayout.cli.{module_of(cmd_name)}").command
         assert isinstance(command, click.Command)
-        command.epilog = "\n\n".join(filter(None, (command.epilog, EXIT_CODES)))
+        epilog = command.epilog or ""
+        if EXIT_CODES not in epilog:
+            command.epilog = f"{epilog}\n\n{EXIT_CODES}".lstrip()
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

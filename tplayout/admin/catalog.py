@@ -1,0 +1,177 @@
+"""What lies in a store, by name: namespaces, chunk objects, and files that the key tree does not have.
+
+Reads names and namespace documents, no chunk. Names whose first component begins with RESERVED belong to tools
+(what was moved to quarantine, records of use); they are neither objects nor foreign.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from tplayout.errors import ConfigError, FormatError, NotFound, Reason, StorageError, StorageErrorKind
+from tplayout.format.digest import CellHasher, make_hasher
+from tplayout.format.identity import MAX_DOCUMENT_BYTES, NamespaceDocument, parse_namespace_document
+from tplayout.format.keys import namespace_object, parse_object_name
+from tplayout.format.layout import ChunkLayout, chunk_layout
+from tplayout.storage.base import ObjectInfo, Store
+
+RESERVED = "tplayout-"
+QUARANTINE = f"{RESERVED}quarantine"
+
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_SOME_HEX = re.compile(r"[0-9a-f]{4,32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One chunk object as a listing has it. key: 32 bytes; size: bytes; modified: seconds since the epoch or None."""
+
+    name: str
+    key: bytes
+    group: int
+    size: int
+    modified: float | None
+
+
+@dataclass
+class Namespace:
+    """One directory. document is None where `fault` says why; info is that of namespace.json, None if missing."""
+
+    name: str
+    objects: list[Stored] = field(default_factory=list)
+    info: ObjectInfo | None = None
+    document: NamespaceDocument | None = None
+    fault: FormatError | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunk objects."""
+        return sum(stored.size for stored in self.objects)
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks have an object."""
+        return len({stored.key for stored in self.objects})
+
+    def times(self) -> tuple[float | None, float | None]:
+        """When the oldest and the newest object were written."""
+        return span_of(stored.modified for stored in self.objects)
+
+    def known(self) -> NamespaceDocument:
+        """The document; raises its fault if there is none."""
+        if self.document is None:
+            assert self.fault is not None
+            raise self.fault
+        return self.document
+
+    def layouts(self) -> list[ChunkLayout]:
+        """The layout of each group. Raises as `known`."""
+        document = self.known()
+        facts, geometry = document.storage, document.identity.geometry
+        return [chunk_layout(geometry, index, facts.digest, facts.key_id) for index in range(len(geometry.groups))]
+
+
+@dataclass
+class Catalog:
+    """A store's namespaces by name, and the files that are none of ours."""
+
+    namespaces: dict[str, Namespace]
+    foreign: list[ObjectInfo]
+
+    @property
+    def objects(self) -> int:
+        """How many chunk objects there are."""
+        return sum(len(namespace.objects) for namespace in self.namespaces.values())
+
+
+def scan(store: Store, namespace: str | None = None) -> Catalog:
+    """List a store, or one namespace of it, and read the documents. namespace: its first hex digits, 4 or more.
+
+    Raises NotFound for a namespace that is not there, ConfigError where several begin so.
+    """
+    catalog = Catalog({}, [])
+    for info in store.list("" if namespace is None else _checked(namespace)):
+        _sort_in(catalog, info)
+    if namespace is not None:
+        if not catalog.namespaces:
+            raise NotFound(f"{store.url}: no namespace begins with {namespace!r}; `tplayout ls` lists them")
+        if len(catalog.namespaces) > 1:
+            raise ConfigError(f"{namespace!r} is ambiguous: {', '.join(sorted(catalog.namespaces))}")
+    catalog.namespaces = dict(sorted(catalog.namespaces.items()))
+    for found in catalog.namespaces.values():
+        found.objects.sort(key=lambda stored: stored.name)
+        _read_document(store, found)
+    return catalog
+
+
+def hasher_of(document: NamespaceDocument, secret: bytes | None) -> CellHasher:
+    """What digests the cells of a namespace. A secret that it does not use is ignored: tools see many namespaces.
+
+    Raises ConfigError if it needs a secret and that is missing or another.
+    """
+    facts = document.storage
+    try:
+        return make_hasher(facts.digest, secret if facts.key_id else None, facts.key_id)
+    except FormatError as error:
+        namespace = document.identity.namespace
+        raise ConfigError(
+            f"namespace {namespace} has keyed digests ({error.detail}): give --secret-key-file or TPLAYOUT_SECRET_KEY"
+        ) from None
+
+
+def span_of(times: Iterable[float | None]) -> tuple[float | None, float | None]:
+    """The smallest and largest of what is known."""
+    known = [time for time in times if time is not None]
+    return (min(known), max(known)) if known else (None, None)
+
+
+def by_key(objects: Iterable[Stored]) -> Mapping[bytes, list[Stored]]:
+    """The objects of each chunk, in the order of their groups."""
+    chunks: dict[bytes, list[Stored]] = {}
+    for stored in objects:
+        chunks.setdefault(stored.key, []).append(stored)
+    for group in chunks.values():
+        group.sort(key=lambda stored: stored.group)
+    return chunks
+
+
+def _checked(namespace: str) -> str:
+    text = namespace.strip("/").lower()
+    if not _SOME_HEX.fullmatch(text):
+        raise ConfigError(f"namespace {namespace!r} must be 4 to 32 hex digits; `tplayout ls URL` lists them")
+    return text
+
+
+def _sort_in(catalog: Catalog, info: ObjectInfo) -> None:
+    directory, _, rest = info.key.partition("/")
+    if directory.startswith(RESERVED) and rest:
+        return
+    if _NAMESPACE.fullmatch(directory) and rest == "namespace.json":
+        catalog.namespaces.setdefault(directory, Namespace(directory)).info = info
+        return
+    try:
+        name = parse_object_name(info.key)
+    except FormatError:
+        catalog.foreign.append(info)
+        return
+    namespace = catalog.namespaces.setdefault(directory, Namespace(directory))
+    namespace.objects.append(Stored(info.key, name.key, name.group_index, info.size, info.modified))
+
+
+def _read_document(store: Store, namespace: Namespace) -> None:
+    name = namespace_object(namespace.name)
+    try:
+        data = store.get(name, max_bytes=MAX_DOCUMENT_BYTES)
+        namespace.document = parse_namespace_document(data, namespace.name)
+        namespace.layouts()  # a geometry without a layout is a fault too
+    except NotFound:
+        namespace.info = None
+        namespace.fault = FormatError(Reason.BAD_NAMESPACE, "it is missing", name)
+    except FormatError as error:
+        namespace.document, namespace.fault = None, error.at(name)
+    except StorageError as error:
+        if error.kind not in (StorageErrorKind.TOO_LARGE, StorageErrorKind.SHORT_READ):
+            raise
+        namespace.fault = FormatError(Reason.TOO_LARGE, error.detail, name)

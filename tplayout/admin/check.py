@@ -1,0 +1,231 @@
+"""Is one object what its name says? Reads it whole (deep), or its first bytes (quick), and names what is wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tplayout.admin.catalog import Catalog, Stored, hasher_of
+from tplayout.admin.rate import RateLimit
+from tplayout.errors import (
+    Forbidden,
+    FormatError,
+    NotFound,
+    Reason,
+    StorageError,
+    StorageErrorKind,
+)
+from tplayout.format.chunk import header_size, layout_of, parse_header, read_chunk_id, verify
+from tplayout.format.digest import CellHasher
+from tplayout.format.header import LENGTH_BYTES
+from tplayout.format.keys import ChunkId, object_name
+from tplayout.format.layout import ChunkLayout
+from tplayout.storage.base import Store
+
+
+class Kind(StrEnum):
+    """What a finding is about. The values are stable."""
+
+    DAMAGED = "damaged"  # the bytes are not those that were written
+    TRUNCATED = "truncated"  # shorter than its content, zero length included
+    MISNAMED = "misnamed"  # sound, but it belongs under another name
+    FOREIGN = "foreign"  # no name of the key tree
+    UNREADABLE = "unreadable"  # the store lists it and refuses to hand it out
+    UNIDENTIFIED = "unidentified"  # a namespace without namespace.json
+    TEMPORARY = "temporary"  # left by a writer that died
+    UNREACHABLE = "unreachable"  # sound, but behind a gap: no server can use it as things are
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why an object is not accepted. reason: a format `Reason` or a storage error's kind. home: its right name."""
+
+    kind: Kind
+    reason: str
+    detail: str
+    home: str | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found: the chunk's ids if it is sound, a fault, or neither if it is gone. nbytes: read."""
+
+    chunk: ChunkId | None = None
+    fault: Fault | None = None
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Context:
+    digest: bytes  # of the identity
+    layouts: Sequence[ChunkLayout]
+    hasher: CellHasher | None  # None in quick checks
+
+
+class Checker:
+    """Checks objects of the namespaces of one catalog; safe to use from many threads.
+
+    deep: read and digest every cell. Without, an object's size, header, tokens and key are checked. Raises ConfigError
+    when a deep check needs a secret that is not given.
+    """
+
+    def __init__(self, store: Store, catalog: Catalog, secret: bytes | None, deep: bool, limit: RateLimit) -> None:
+        self._store = store
+        self._deep = deep
+        self._limit = limit
+        self._buffers = threading.local()
+        self._of: dict[str, _Context] = {}
+        for namespace in catalog.namespaces.values():
+            if namespace.document is not None:
+                hasher = hasher_of(namespace.document, secret) if deep else None
+                digest = namespace.document.identity.digest()
+                self._of[namespace.name] = _Context(digest, namespace.layouts(), hasher)
+        sizes = [layout.nbytes for context in self._of.values() for layout in context.layouts]
+        self._largest = max(sizes, default=0)
+
+    def object(self, stored: Stored) -> Verdict:
+        """The verdict on one chunk object. Its namespace must have a document. Raises StorageError for the store's."""
+        namespace = stored.name.partition("/")[0]
+        context = self._of[namespace]
+        if stored.group >= len(context.layouts):
+            detail = f"group {stored.group}, the geometry has {len(context.layouts)}"
+            return Verdict(fault=Fault(Kind.MISNAMED, Reason.WRONG_GROUP, detail))
+        layout = context.layouts[stored.group]
+        try:
+            if context.hasher is not None:
+                return self._whole(stored, layout, context, context.hasher)
+            return self._beginning(stored, layout, context)
+        except NotFound:
+            return Verdict()
+        except Forbidden as error:
+            return Verdict(fault=Fault(Kind.UNREADABLE, error.kind, error.detail))
+
+    def _whole(self, stored: Stored, layout: ChunkLayout, context: _Context, hasher: CellHasher) -> Verdict:
+        self._limit.take(min(stored.size, layout.nbytes))
+        buf = self._buffer(layout.nbytes)
+        try:
+            length = self._store.get_into(stored.name, buf)
+        except StorageError as error:
+            if error.kind is StorageErrorKind.TOO_LARGE:
+                return self._too_large(stored, layout, context)
+            return Verdict(fault=_of_length(error))
+        data = buf[:length]
+        try:
+            chunk = verify(data, layout, context.digest, stored.key, hasher)
+            return Verdict(chunk, nbytes=length)
+        except FormatError as error:
+            return Verdict(fault=self._named(error, data), nbytes=length)
+
+    def _beginning(self, stored: Stored, layout: ChunkLayout, context: _Context) -> Verdict:
+        """Size, header, tokens and key."""
+        if stored.size > layout.nbytes:
+            return self._too_large(stored, layout, context)
+        wanted = min(stored.size, layout.sections)
+        self._limit.take(wanted)
+        try:
+            head = self._store.get_range(stored.name, 0, wanted)
+            chunk = check_beginning(head, stored.size, layout, context.digest, stored.key)
+            return Verdict(chunk, nbytes=wanted)
+        except StorageError as error:
+            return Verdict(fault=_of_length(error))
+        except FormatError as error:
+            kind = _kind_of(error.reason)
+            unsure = "; a deep check tells whether it is misnamed or damaged" if kind is Kind.MISNAMED else ""
+            return Verdict(fault=Fault(kind, error.reason, error.detail + unsure), nbytes=wanted)
+
+    def _too_large(self, stored: Stored, layout: ChunkLayout, context: _Context) -> Verdict:
+        """Longer than its name allows: another chunk, or bytes behind one."""
+        size = max(stored.size, layout.nbytes + 1)
+        if context.hasher is not None and size <= self._largest:
+            data = memoryview(self._store.get(stored.name, max_bytes=self._largest))
+            error = FormatError(Reason.TRAILING, f"{len(data)} bytes, must be {layout.nbytes}")
+            return Verdict(fault=self._named(error, data), nbytes=len(data))
+        try:
+            first = self._store.get_range(stored.name, 0, LENGTH_BYTES)
+            head = self._store.get_range(stored.name, 0, max(header_size(first, size), LENGTH_BYTES))
+            if head != layout.header:
+                layout_of(parse_header(head, size))
+                return Verdict(fault=Fault(Kind.MISNAMED, Reason.WRONG_GEOMETRY, "laid out as another chunk"))
+        except FormatError as error:
+            return Verdict(fault=Fault(_kind_of(error.reason), error.reason, error.detail))
+        return Verdict(fault=Fault(Kind.DAMAGED, Reason.TRAILING, f"{size} bytes, must be {layout.nbytes}"))
+
+    def _named(self, error: FormatError, data: memoryview) -> Fault:
+        """The fault of an object that was read whole: misnamed only if it is sound under another name."""
+        home = self._home(data)
+        if home is not None:
+            return Fault(Kind.MISNAMED, error.reason, f"it is {home}", home)
+        kind = _kind_of(error.reason)
+        return Fault(Kind.DAMAGED if kind is Kind.MISNAMED else kind, error.reason, error.detail)
+
+    def _home(self, data: memoryview) -> str | None:
+        """The name under which these bytes would be sound."""
+        try:
+            theirs = layout_of(parse_header(data, len(data)))
+        except FormatError:
+            return None
+        for namespace, context in self._of.items():
+            if context.hasher is None or theirs not in context.layouts:
+                continue
+            try:
+                key = read_chunk_id(data, theirs, context.digest).key
+                verify(data, theirs, context.digest, key, context.hasher)
+                return object_name(namespace, key, theirs.group_index)
+            except FormatError:
+                continue
+        return None
+
+    def _buffer(self, nbytes: int) -> memoryview:
+        """Memory of this thread's own."""
+        buf: memoryview | None = getattr(self._buffers, "view", None)
+        if buf is None or len(buf) < nbytes:
+            buf = self._buffers.view = memoryview(bytearray(nbytes))
+        return buf[:nbytes]
+
+
+def check_beginning(
+    head: bytes | memoryview, file_size: int, layout: ChunkLayout, digest: bytes, expected_key: bytes
+) -> ChunkId:
+    """Check an object by its size and its first layout.sections bytes (fewer if it is shorter): all but cells.
+
+    digest: of the identity. Raises FormatError.
+    """
+    view = memoryview(head)
+    if view[: layout.data_start] != layout.header:
+        theirs = layout_of(parse_header(view[: header_size(view, file_size)], file_size))
+        if theirs.group_index != layout.group_index:
+            raise FormatError(Reason.WRONG_GROUP, f"group {theirs.group_index}, must be {layout.group_index}")
+        same = theirs == layout
+        reason = Reason.BAD_HEADER if same else Reason.WRONG_GEOMETRY
+        raise FormatError(reason, "right content in other bytes" if same else "laid out for another geometry or digest")
+    if file_size != layout.nbytes:
+        reason = Reason.TRUNCATED if file_size < layout.nbytes else Reason.TRAILING
+        raise FormatError(reason, f"{file_size} bytes, must be {layout.nbytes}")
+    chunk = read_chunk_id(view, layout, digest)
+    if chunk.key != expected_key:
+        raise FormatError(Reason.WRONG_KEY, f"content gives {chunk.key.hex()}, not {expected_key.hex()}")
+    if min(chunk.tokens) < 0:
+        raise FormatError(Reason.BAD_TOKENS, f"token id {min(chunk.tokens)} is negative")
+    if any(view[layout.extras_range.stop : layout.sections]):
+        raise FormatError(Reason.BAD_PADDING, "not zero behind the extras")
+    return chunk
+
+
+_MISNAMED = (Reason.WRONG_KEY, Reason.WRONG_GROUP, Reason.WRONG_GEOMETRY, Reason.WRONG_DIGEST, Reason.WRONG_SECRET)
+
+
+def _kind_of(reason: Reason) -> Kind:
+    if reason is Reason.TRUNCATED:
+        return Kind.TRUNCATED
+    return Kind.MISNAMED if reason in _MISNAMED else Kind.DAMAGED
+
+
+def _of_length(error: StorageError) -> Fault:
+    """The fault that an object's length is; other errors are the store's own and are raised."""
+    if error.kind is StorageErrorKind.SHORT_READ:
+        return Fault(Kind.TRUNCATED, Reason.TRUNCATED, error.detail)
+    if error.kind is StorageErrorKind.TOO_LARGE:
+        return Fault(Kind.DAMAGED, Reason.TRAILING, error.detail)
+    raise error

@@ -1,0 +1,100 @@
+"""Moving what verification found out of the way: to `tplayout-quarantine/` in the same store, where no server looks.
+
+An object is looked at once more before it is moved: a server may have stored a sound one meanwhile. The copy is
+complete before the original is deleted, so that an interruption leaves two and never none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from tplayout.admin.catalog import QUARANTINE
+from tplayout.admin.check import Kind
+from tplayout.admin.progress import Progress, silent
+from tplayout.admin.verify import Finding, Report, verify_store
+from tplayout.errors import NotFound, StorageError, StorageErrorKind
+from tplayout.storage.base import Store
+
+ALWAYS = (Kind.DAMAGED, Kind.TRUNCATED, Kind.MISNAMED)
+ON_REQUEST = (Kind.FOREIGN, Kind.TEMPORARY, Kind.UNREACHABLE)
+MAX_BYTES = 4 << 30  # it is moved through memory
+
+
+@dataclass(frozen=True)
+class Move:
+    """What was done with one object. to: its new name; None if it was deleted (temporaries) or left, see why."""
+
+    name: str
+    to: str | None
+    nbytes: int
+    why: str = ""
+
+    @property
+    def left(self) -> bool:
+        """True if it is where it was."""
+        return bool(self.why)
+
+
+def plan(findings: Iterable[Finding], also: Collection[Kind] = ()) -> list[Finding]:
+    """The findings that a quarantine would act on. also: kinds of ON_REQUEST."""
+    return [finding for finding in findings if finding.kind in ALWAYS or finding.kind in also]
+
+
+def quarantine(
+    store: Store,
+    findings: Iterable[Finding],
+    *,
+    secret: bytes | None = None,
+    deep: bool = True,
+    jobs: int = 8,
+    progress: Progress = silent,
+) -> list[Move]:
+    """Move what the findings name, temporaries are deleted. Raises StorageError when the store fails.
+
+    secret, deep: as they were in the verification that found them.
+    """
+    chosen = list(findings)
+    again = [finding.name for finding in chosen if finding.kind in ALWAYS]
+    fresh = _still_faulty(store, again, secret, deep, jobs)
+    moves: list[Move] = []
+    names = sum(len(_names(finding)) for finding in chosen)
+    for finding in chosen:
+        for name, nbytes in _names(finding):
+            if finding.kind is Kind.TEMPORARY:
+                store.remove_temporaries([name])
+                moves.append(Move(name, None, nbytes))
+            elif finding.kind in ALWAYS and name not in fresh:
+                moves.append(Move(name, None, nbytes, "it is sound now, or gone"))
+            else:
+                moves.append(_move(store, name, nbytes))
+            progress(len(moves), names, sum(move.nbytes for move in moves))
+    return moves
+
+
+def _names(finding: Finding) -> list[tuple[str, int]]:
+    each = finding.nbytes // len(finding.objects) if finding.objects else 0
+    return [(name, each) for name in finding.objects] or [(finding.name, finding.nbytes)]
+
+
+def _still_faulty(store: Store, names: Collection[str], secret: bytes | None, deep: bool, jobs: int) -> set[str]:
+    there = [name for name, found in zip(names, store.exists(list(names)), strict=True) if found]
+    if not there:
+        return set()
+    report: Report = verify_store(store, secret=secret, deep=deep, only=there, jobs=jobs)
+    return {finding.name for finding in report.findings if finding.kind in ALWAYS}
+
+
+def _move(store: Store, name: str, nbytes: int) -> Move:
+    to = f"{QUARANTINE}/{name}"
+    try:
+        data = store.get(name, max_bytes=MAX_BYTES)
+    except NotFound:
+        return Move(name, None, nbytes, "it is gone")
+    except StorageError as error:
+        if error.kind is not StorageErrorKind.TOO_LARGE:
+            raise
+        return Move(name, None, nbytes, f"it has more than {MAX_BYTES} bytes: move it by hand")
+    store.put(to, data)
+    store.delete([name])
+    return Move(name, to, len(data))

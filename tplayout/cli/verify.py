@@ -1,0 +1,192 @@
+"""`tplayout verify`: is every object what it says it is; and moving aside those that are not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import click
+
+from tplayout.admin.check import Kind
+from tplayout.admin.quarantine import ON_REQUEST, Move, plan, quarantine
+from tplayout.admin.verify import TEMPORARY_AGE_S, Report, verify_store
+from tplayout.cli.common import (
+    confirm,
+    dry_run_option,
+    emit_json,
+    jobs_option,
+    json_option,
+    note,
+    open_store,
+    parse_age,
+    parse_size,
+    progress,
+    say,
+    secret_option,
+    size,
+    store_options,
+    yes_option,
+)
+from tplayout.errors import ConfigError
+
+_EPILOG = """\b
+JSON:
+  url, deep              what was verified, and whether every byte was read
+  sound                  false if there is damage: the answer, and the exit code
+  namespaces, checked,   how many, bytes read; skipped: objects of namespaces without
+  bytes, skipped         a readable namespace.json
+  findings               [{kind, damage, object, reason, detail, fix, bytes, home, objects}]
+    kind                 damaged truncated misnamed foreign unreadable unidentified,
+                         and without damage: temporary unreachable
+    fix                  the command that mends it
+    home                 misnamed: the name under which it is sound
+    objects              unreachable: all of them (object is the first)
+  quarantined            [{object, to, bytes, why}]; why: it was left where it is
+
+\b
+Examples:
+  tplayout verify s3://bucket/kv --journal verify.log --max-rate 200M
+  tplayout verify /var/cache/kv --quarantine --dry-run
+"""
+
+
+@click.command(epilog=_EPILOG)
+@click.argument("url")
+@click.option("--namespace", metavar="HEX", help="Only this namespace (its first digits).")
+@click.option("--object", "names", metavar="NAME", multiple=True, help="Only this object. May be repeated.")
+@click.option("--quick", is_flag=True, help="Check sizes, headers and keys only; do not read the KV.")
+@click.option("--max-rate", type=parse_size, metavar="SIZE", help="Bytes a second to read at most, as 50M.")
+@click.option("--journal", metavar="FILE", help="A local file that lets an interrupted run go on where it was.")
+@click.option(
+    "--temporary-age",
+    type=parse_age,
+    default=f"{TEMPORARY_AGE_S:g}s",
+    show_default=True,
+    metavar="AGE",
+    help="How old a temporary file is that no living writer has.",
+)
+@click.option("--quarantine", "move", is_flag=True, help="Move damaged objects to tplayout-quarantine/ in the store.")
+@click.option(
+    "--also",
+    type=click.Choice([kind.value for kind in ON_REQUEST]),
+    multiple=True,
+    help="With --quarantine: what else to move (temporaries are deleted). Objects named by --object always are.",
+)
+@jobs_option
+@secret_option
+@dry_run_option
+@yes_option
+@store_options
+@json_option
+def command(
+    url: str,
+    namespace: str | None,
+    names: tuple[str, ...],
+    quick: bool,
+    max_rate: int | None,
+    journal: str | None,
+    temporary_age: float,
+    move: bool,
+    also: tuple[str, ...],
+    jobs: int,
+    secret: bytes | None,
+    dry_run: bool,
+    yes: bool,
+    storage_options: dict[str, Any],
+    timeout: float,
+    as_json: bool,
+) -> int:
+    """Check every object of the store at URL: is it what its name says, complete and undamaged?
+
+    Every byte is read and compared with its digest (--quick: sizes, headers and keys). Damage makes the exit code 1.
+    Also told, and no damage: temporary files of writers that died, and chunks that no server can use because the prefix
+    before them has a gap. Each comes with the command that mends it. Nothing is changed without --quarantine.
+    """
+    if (dry_run or also) and not move:
+        raise ConfigError("--dry-run and --also go with --quarantine: nothing else changes anything")
+    with open_store(url, storage_options, timeout) as store:
+        with progress("verifying") as tick:
+            report = verify_store(
+                store,
+                secret=secret,
+                deep=not quick,
+                namespace=namespace,
+                only=names,
+                jobs=jobs,
+                max_rate=max_rate,
+                temporary_age=temporary_age,
+                journal_path=journal,
+                progress=tick,
+            )
+        if not as_json:
+            _print_findings(report, deep=not quick)
+        moves: list[Move] = []
+        chosen = plan(report.findings, ON_REQUEST if names else [Kind(kind) for kind in also]) if move else []
+        if chosen and dry_run:
+            note(f"would move {_counted(chosen)} to tplayout-quarantine/ (temporaries are deleted)")
+        elif chosen:
+            confirm(f"Move {_counted(chosen)} to tplayout-quarantine/ in {store.url}?", yes)
+            with progress("moving") as tick:
+                moves = quarantine(store, chosen, secret=secret, deep=not quick, jobs=jobs, progress=tick)
+        moved = {done.name for done in moves if not done.left}
+        remaining = [finding for finding in report.damage if finding.name not in moved]
+        if as_json:
+            emit_json(_document(store.url, report, moves, not quick))
+        else:
+            _print_moves(moves)
+    return 1 if remaining else 0
+
+
+def _counted(findings: list[Any]) -> str:
+    count = sum(len(finding.objects) or 1 for finding in findings)
+    return f"{count} object{'s' if count > 1 else ''}"
+
+
+def _print_findings(report: Report, deep: bool) -> None:
+    for finding in report.findings:
+        reason = "" if finding.reason == finding.kind else f"{finding.reason}: "
+        say(f"{finding.kind.value:<12} {finding.name}")
+        say(f"    {reason}{finding.detail}")
+        say(f"    fix: {finding.fix}")
+    depth = "every byte" if deep else "sizes, headers and keys"
+    say(f"{report.checked} objects in {report.namespaces} namespaces checked ({depth}), {size(report.nbytes)} read")
+    kinds = Counter(finding.kind.value for finding in report.damage)
+    if kinds:
+        say("NOT sound: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
+    else:
+        say("sound" + (": what is listed above is harmless" if report.notes else ""))
+
+
+def _print_moves(moves: list[Move]) -> None:
+    for done in moves:
+        result = f"left: {done.why}" if done.left else "deleted" if done.to is None else f"-> {done.to}"
+        say(f"{done.name} {result}")
+
+
+def _document(url: str, report: Report, moves: list[Move], deep: bool) -> dict[str, Any]:
+    return {
+        "url": url,
+        "deep": deep,
+        "sound": not report.damage,
+        "namespaces": report.namespaces,
+        "checked": report.checked,
+        "bytes": report.nbytes,
+        "skipped": report.skipped,
+        "findings": [
+            {
+                "kind": finding.kind.value,
+                "damage": finding.is_damage,
+                "object": finding.name,
+                "reason": str(finding.reason),
+                "detail": finding.detail,
+                "fix": finding.fix,
+                "bytes": finding.nbytes,
+                "home": finding.home,
+                "objects": list(finding.objects),
+            }
+            for finding in report.findings
+        ],
+        "quarantined": [
+            {"object": done.name, "to": done.to, "bytes": done.nbytes, "why": done.why or None} for done in moves
+        ],
+    }
