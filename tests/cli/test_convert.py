@@ -1,0 +1,114 @@
+"""`tplayout convert` as people call it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file
+
+from tplayout.admin.convert import target_namespace
+from tplayout.admin.transfer import store_prefix
+from tplayout.cli.main import main
+from tplayout.format.geometry import Geometry, Group, Part
+from tplayout.format.identity import Identity
+from tplayout.format.keys import chain
+from tplayout.storage.url import open_store
+
+GROUP = Group("full", "full", (0, 1), 4, (Part("k", 8), Part("v", 8)), "F16")
+IDENTITY = Identity("files:00", {}, "float16", None, Geometry(4, (GROUP,)))
+TOKENS = list(range(16))
+
+
+class Values:
+    """Element [head, layer, part, token, dim] is a number of its own."""
+
+    def fill(self, group, tokens, out):
+        values = np.arange(4 * 2 * 2 * 16 * 8, dtype="f2").reshape(4, 2, 2, 16, 8) / 7
+        out.view("f2")[...] = values[:, :, :, tokens.start : tokens.stop]
+        return True
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    with open_store(tmp_path / "store") as store:
+        target = target_namespace(store, IDENTITY, None, "m")
+        store_prefix(Values(), chain(target.digest, TOKENS, 4), target)
+    return str(tmp_path / "store")
+
+
+def run(*arguments: object, code: int = 0) -> dict:
+    result = CliRunner().invoke(main, ["convert", *map(str, arguments), "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def fail(*arguments: object, code: int = 2) -> str:
+    result = CliRunner().invoke(main, ["convert", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    assert len(result.stderr.splitlines()) == 1
+    return result.stderr
+
+
+def test_store_to_shards_to_store(url, tmp_path):
+    report = run(url, tmp_path / "four", "--tp", 4)
+    assert (report["from"], report["to"], report["files_written"]) == ("store", "shards", 4)
+    report = run(f"file://{tmp_path / 'four'}", tmp_path / "back")
+    assert (report["from"], report["to"], report["objects_written"]) == ("shards", "store", 4)
+    run(tmp_path / "back", tmp_path / "two", "--tp", 2, "--pp", 2, "--pp-partition", "1,1")
+    (place,) = (tmp_path / "two").iterdir()
+    assert load_file(place / "tp-1-of-2.pp-1-of-2.safetensors")["layers.1.v"].shape == (16, 2, 8)
+    assert run(url, tmp_path / "four", "--tp", 4)["files_present"] == 4
+
+
+def test_uneven_sizes_are_wrong_use(url, tmp_path):
+    assert "TP size 3 cannot split 4 KV heads" in fail(url, tmp_path / "out", "--tp", 3)
+    assert "split 2 layers" in fail(url, tmp_path / "out", "--tp", 1, "--pp", 2, "--pp-partition", "2,1")
+
+
+def test_only_some_prefixes(url, tmp_path):
+    (tmp_path / "prompt.json").write_text(json.dumps([*TOKENS[:9], 99, 99, 99]))
+    report = run(url, tmp_path / "out", "--tp", 1, "--tokens", tmp_path / "prompt.json")
+    assert report["prefixes"] == 1
+    (file,) = (tmp_path / "out").rglob("*.safetensors")
+    assert list(load_file(file)["tokens"]) == TOKENS[:8]
+    (tmp_path / "prompt.json").write_text("7 7 7 7")
+    assert "nothing of this prompt" in fail(
+        url, tmp_path / "out", "--tp", 1, "--tokens", tmp_path / "prompt.json", code=1
+    )
+    assert "no chunk's key begins" in fail(url, tmp_path / "out", "--tp", 1, "--prefix", "0000000", code=1)
+
+
+def test_chunk_size_and_dtype(url, tmp_path):
+    assert "--lossy" in fail(url, tmp_path / "out", "--dtype", "BF16")
+    report = run(url, tmp_path / "out", "--dtype", "BF16", "--lossy", "--chunk-tokens", 8)
+    assert report["objects_written"] == 2
+    assert 0 < report["losses"]["full"]["mean"] < report["losses"]["full"]["max"] <= 1
+    result = CliRunner().invoke(main, ["convert", url, str(tmp_path / "w"), "--dtype", "BF16", "--lossy"])
+    assert "error at most" in result.stdout
+
+
+def test_damage_is_an_exit_code_of_1(url, tmp_path):
+    name = next((tmp_path / "store").rglob("*.0.safetensors"))
+    data = bytearray(name.read_bytes())
+    data[-1] ^= 1
+    name.write_bytes(data)
+    report = run(url, tmp_path / "out", "--chunk-tokens", 8, code=1)
+    assert list(report["damaged"]) == [str(name.relative_to(tmp_path / "store"))]
+
+
+def test_dry_runs_write_nothing(url, tmp_path):
+    for extra in (["--tp", 2], ["--chunk-tokens", 8]):
+        assert run(url, tmp_path / "out", *extra, "--dry-run")["dry_run"]
+        assert not (tmp_path / "out").exists()
+
+
+def test_what_makes_no_sense_is_wrong_use(url, tmp_path):
+    assert "--tp, --chunk-tokens or --dtype" in fail(url, tmp_path / "out")
+    assert "--lossy does not go with" in fail(url, tmp_path / "out", "--tp", 2, "--lossy")
+    assert "local directory" in fail(url, "memory://x/y", "--tp", 2)
+    run(url, tmp_path / "four", "--tp", 4)
+    assert "into a store first" in fail(tmp_path / "four", tmp_path / "out", "--tp", 2)
+    assert "--dtype does not go with" in fail(tmp_path / "four", tmp_path / "out", "--dtype", "F32")
+    assert "no namespace" in fail(tmp_path / "nothing", tmp_path / "out", "--tp", 2, code=1)

@@ -1,0 +1,276 @@
+"""`tplayout convert`: stores and per-rank shards into one another, chunk sizes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tplayout.cli.common import (
+    dry_run_option,
+    emit_json,
+    json_option,
+    note,
+    progress,
+    say,
+    secret_option,
+    size,
+    store_options,
+)
+from tplayout.cli.sides import (
+    destination_options,
+    is_local,
+    local_path,
+    namespace_option,
+    open_destination,
+    open_source,
+    selection_options,
+)
+from tplayout.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tplayout.admin.convert import Report
+    from tplayout.format.identity import Identity
+
+DTYPES = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+
+EPILOG = """\b
+JSON: {"from", "to", "namespace", "prefixes", "objects_written", "objects_present",
+  "objects_absent", "files_written", "files_present", "bytes", "rest_tokens", "skipped":
+  {name: reason}, "damaged": {object: reason}, "losses": {group: {"max", "mean",
+  "largest_value", "values", "clamped"}}, "dry_run"}
+"""
+
+
+@click.command("convert", epilog=EPILOG)
+@click.argument("source", metavar="SRC")
+@click.argument("destination", metavar="DST")
+@click.option("--tp", type=click.IntRange(1, 4096), help="Write per-rank shards of this TP size into DST.")
+@click.option("--pp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Pipeline stages of the shards.")
+@click.option("--pp-partition", metavar="N,N,…", help="Layers of each stage; without it as vLLM splits them.")
+@click.option("--chunk-tokens", type=click.IntRange(1, 65536), help="Write chunks of this size.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Write KV of this dtype.")
+@click.option("--lossy", is_flag=True, help="Allow a dtype that loses precision; the error is measured and printed.")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="The model's directory, for shards that hold no identity.",
+)
+@click.option("--weights-label", help="Names the model's weights where they have no files.")
+@namespace_option
+@selection_options
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Objects at the same time. Each takes the memory of up to three.",
+)
+@dry_run_option
+@secret_option
+@store_options
+@destination_options
+@json_option
+def command(source: str, destination: str, as_json: bool, **options: Any) -> int:
+    """Convert what SRC holds into what DST shall hold.
+
+    \b
+    SRC                        DST
+    per-rank shards            a store: one directory a prefix, any TP and PP size
+    a store, with --tp         per-rank shards of that TP size
+    a store                    a store with another --chunk-tokens or --dtype
+
+    Per-rank shards are safetensors files, one a rank, with tensors `layers.<n>.<part>` of [token, head, dim]. What SRC
+    is, is read from its files. SRC is never changed; running it again does only what is missing.
+    """
+    with progress("converting") as tick:
+        kind, report = _convert(source, destination, options, tick)
+    document = _document(kind, report, options["dry_run"])
+    if as_json:
+        emit_json(document)
+    else:
+        _show(report, options["dry_run"])
+    return 0 if report.complete else 1
+
+
+def _convert(source: str, destination: str, options: dict[str, Any], tick: Any) -> tuple[tuple[str, str], Report]:
+    from tplayout.admin.shards import find_shard_sets
+
+    sets = find_shard_sets(local_path(source)) if is_local(source) else []
+    to_shards = options["tp"] is not None
+    if sets and to_shards:
+        raise ConfigError("SRC holds per-rank shards: convert them into a store first, and that to --tp")
+    if sets:
+        return ("shards", "store"), _from_shards(sets, source, destination, options, tick)
+    if to_shards:
+        return ("store", "shards"), _to_shards(source, destination, options, tick)
+    if options["chunk_tokens"] is None and options["dtype"] is None:
+        raise ConfigError(
+            f"{source}: no per-rank shards here. For a store say what to make of it: --tp, --chunk-tokens or --dtype; "
+            "`tplayout cp` copies it as it is"
+        )
+    return ("store", "store"), _to_store(source, destination, options, tick)
+
+
+def _from_shards(sets: Sequence[Path], source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
+    from tplayout.admin.convert import import_shards
+
+    _refuse(options, "shards to a store", "chunk_tokens", "dtype", "lossy", "prefixes", "token_files", "namespace")
+    with open_destination(
+        destination, options["storage_options"], options["dst_storage_options"], options["timeout"], source
+    ) as store:
+        identity = _identity(options, sets)
+        model = options["model"].resolve().name if options["model"] else ""
+        return import_shards(sets, store, identity, options["secret"], model, options["jobs"], tick, options["dry_run"])
+
+
+def _identity(options: dict[str, Any], sets: Sequence[Path]) -> Identity | None:
+    """The identity of --model with the chunk size of the shards."""
+    if options["model"] is None:
+        return None
+    from tplayout.admin.shards import ShardSet
+    from tplayout.model import describe_model
+
+    with ShardSet(sets[0]) as first:
+        geometry = first.geometry
+    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
+    kv_dtype = names.get(geometry.groups[0].dtype, "auto")
+    return describe_model(
+        options["model"],
+        kv_dtype=kv_dtype,
+        chunk_tokens=geometry.chunk_tokens,
+        weights_label=options["weights_label"],
+    )
+
+
+def _to_shards(source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
+    from tplayout.admin.chains import build_index
+    from tplayout.admin.convert import export_shards, stages_of
+    from tplayout.admin.namespaces import choose_namespace
+    from tplayout.admin.selection import read_token_file, selected
+
+    _refuse(options, "a store to shards", "chunk_tokens", "dtype", "lossy", "model")
+    if not is_local(destination):
+        raise ConfigError(f"DST {destination}: per-rank shards are written to a local directory")
+    prompts = [read_token_file(path) for path in options["token_files"]]
+    with open_source(source, options["storage_options"], options["timeout"], destination) as store:
+        origin = choose_namespace(store, options["namespace"], options["secret"])
+        stages = stages_of(origin.identity.geometry, options["pp"], _partition(options["pp_partition"]))
+        keys = None
+        if options["prefixes"] or prompts:
+            keys = selected(build_index(origin, options["jobs"]), options["prefixes"], prompts, options["salt"])
+        return export_shards(
+            origin,
+            local_path(destination),
+            options["tp"],
+            stages,
+            keys,
+            options["jobs"],
+            tick,
+            options["dry_run"],
+        )
+
+
+def _to_store(source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
+    from tplayout.admin.chains import build_index
+    from tplayout.admin.namespaces import choose_namespace
+    from tplayout.admin.rechunk import changed_identity, rechunk
+    from tplayout.admin.selection import read_token_file, selected
+
+    _refuse(options, "a store to a store", "model", "pp_partition")
+    prompts = [read_token_file(path) for path in options["token_files"]]
+    given, own, timeout = options["storage_options"], options["dst_storage_options"], options["timeout"]
+    with (
+        open_source(source, given, timeout, destination) as store,
+        open_destination(destination, given, own, timeout, source) as target,
+    ):
+        origin = choose_namespace(store, options["namespace"], options["secret"])
+        identity = changed_identity(origin.identity, options["chunk_tokens"], options["dtype"])
+        keys = None
+        if options["prefixes"] or prompts:
+            keys = selected(build_index(origin, options["jobs"]), options["prefixes"], prompts, options["salt"])
+        return rechunk(
+            origin,
+            target,
+            identity,
+            options["lossy"],
+            options["secret"],
+            keys,
+            options["jobs"],
+            tick,
+            options["dry_run"],
+        )
+
+
+def _partition(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--pp-partition {text!r} must be layers a stage with commas between: 10,12") from None
+
+
+def _refuse(options: dict[str, Any], what: str, *names: str) -> None:
+    """ConfigError for options that this conversion would ignore."""
+    flags = {"prefixes": "--prefix", "token_files": "--tokens"}
+    for name in names:
+        if options[name] not in (None, False, (), ""):
+            raise ConfigError(f"{flags.get(name, '--' + name.replace('_', '-'))} does not go with {what}")
+
+
+def _document(kind: tuple[str, str], report: Report, dry_run: bool) -> dict[str, Any]:
+    losses = getattr(report, "losses", {})
+    return {
+        "from": kind[0],
+        "to": kind[1],
+        "namespace": report.namespace,
+        "prefixes": report.prefixes,
+        "objects_written": report.tally.written,
+        "objects_present": report.tally.present,
+        "objects_absent": report.tally.absent,
+        "files_written": report.files_written,
+        "files_present": report.files_present,
+        "bytes": report.tally.nbytes,
+        "rest_tokens": report.rest,
+        "skipped": report.skipped,
+        "damaged": report.tally.damaged,
+        "losses": {
+            name: {
+                "max": loss.max,
+                "mean": loss.mean,
+                "largest_value": loss.largest,
+                "values": loss.count,
+                "clamped": loss.clamped,
+            }
+            for name, loss in losses.items()
+        },
+        "dry_run": dry_run,
+    }
+
+
+def _show(report: Report, dry_run: bool) -> None:
+    would = "would write" if dry_run else "wrote"
+    if report.files_written or report.files_present:
+        say(f"{report.prefixes} prefixes: {would} {report.files_written} files, {report.files_present} were there")
+    else:
+        tally = report.tally
+        say(
+            f"{report.prefixes} prefixes into namespace {report.namespace}: {would} {tally.written} objects "
+            f"({size(tally.nbytes)}), {tally.present} were there"
+        )
+        if tally.absent:
+            say(f"{tally.absent} objects are not to be had: SRC does not hold these windows any more")
+    for name, loss in getattr(report, "losses", {}).items():
+        say(
+            f"group {name}: error at most {loss.max:.6g}, mean {loss.mean:.6g}, of {loss.count} values up to "
+            f"{loss.largest:.6g}; {loss.clamped} clamped to the largest value"
+        )
+    if report.rest:
+        say(f"{report.rest} tokens behind the last full chunks were left out")
+    for name, reason in report.skipped.items():
+        note(f"skipped: {name}: {reason}")
+    for reason in report.tally.damaged.values():
+        note(f"damaged: {reason}")

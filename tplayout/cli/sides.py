@@ -1,0 +1,74 @@
+"""What verbs with a source and a destination share: two stores, their options, and which prefixes are meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from tplayout.cli.common import open_store, parse_storage_options
+from tplayout.storage.base import Store
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _options(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, Any]:
+    return parse_storage_options(values)
+
+
+destination_options = click.option(
+    "--dst-storage-option",
+    "dst_storage_options",
+    metavar="K=V",
+    multiple=True,
+    callback=_options,
+    help="As --storage-option, for the second URL only, which then takes no other.",
+)
+namespace_option = click.option(
+    "--namespace", metavar="HEX", help="The namespace, by its first digits; needed where a store has several."
+)
+
+
+def selection_options(function: F) -> F:
+    """--prefix, --tokens and --salt (parameters prefixes, token_files, salt)."""
+    prefix = click.option(
+        "--prefix",
+        "prefixes",
+        metavar="KEY",
+        multiple=True,
+        help="Only the prefix that ends with this chunk, by its key's first digits. May be repeated.",
+    )
+    tokens = click.option(
+        "--tokens",
+        "token_files",
+        metavar="FILE",
+        multiple=True,
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Only the prefix of this prompt: token ids as JSON or text. May be repeated.",
+    )
+    salt = click.option("--salt", help="The cache salt of the prompts in --tokens.")
+    return prefix(tokens(salt(function)))
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL names the local file system, which takes no options."""
+    scheme, colon, _ = url.partition("://")
+    return not colon or scheme.lower() in ("file", "local")
+
+
+def open_source(url: str, options: Mapping[str, Any], timeout: float, other: str) -> Store:
+    """The store that is read. other: the second URL; options are for both, and a local one takes none."""
+    return open_store(url, {} if is_local(url) and not is_local(other) else options, timeout)
+
+
+def open_destination(url: str, options: Mapping[str, Any], own: Mapping[str, Any], timeout: float, other: str) -> Store:
+    """The store that is written. own: --dst-storage-option."""
+    shared = {} if is_local(url) and not is_local(other) else options
+    return open_store(url, own or shared, timeout)
+
+
+def local_path(url: str) -> Path:
+    """The path that a local URL names."""
+    return Path(url.partition("://")[2] if "://" in url else url).expanduser()
