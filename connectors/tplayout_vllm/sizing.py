@@ -17,6 +17,11 @@ LARGEST_DEFAULT = 64 * 2**30
 FEWEST_SLOTS = 2  # one to save from, one to load into
 
 
+def allowed_memory(root: Path = Path("/sys/fs/cgroup"), meminfo: str | None = None) -> int:
+    """Bytes that this process may use: what its cgroup allows, at most what the machine has."""
+    return min(filter(None, [memory_limit(root), _meminfo("MemTotal", meminfo)]))
+
+
 def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes that this process's cgroup (v2 or v1) may use, None without a limit."""
     limits = []
@@ -41,11 +46,14 @@ def _own_cgroup(root: Path) -> list[Path]:
 
 def available_memory(meminfo: str | None = None) -> int:
     """Bytes the kernel says can be had without swapping."""
-    text = Path("/proc/meminfo").read_text() if meminfo is None else meminfo
-    for line in text.splitlines():
-        if line.startswith("MemAvailable:"):
+    return _meminfo("MemAvailable", meminfo)
+
+
+def _meminfo(name: str, text: str | None) -> int:
+    for line in (Path("/proc/meminfo").read_text() if text is None else text).splitlines():
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo has no MemAvailable; set 'staging_bytes' in kv_connector_extra_config")
+    raise ConfigError(f"/proc/meminfo has no {name}, so that staging memory cannot be sized on this system")
 
 
 def staging_slots(
@@ -56,21 +64,19 @@ def staging_slots(
     wanted: bytes from the options. servers: engines of this server that each have a pool (data parallel).
     Raises ConfigError when a chunk does not fit twice, or when the pool is larger than the memory allowed.
     """
-    limit = memory_limit() if limit is None else limit
+    limit = allowed_memory() if limit is None else limit
     if wanted is None:
-        free = available_memory() if available is None else available
-        if limit is not None:
-            free = min(free, limit)
+        free = min(limit, available_memory() if available is None else available)
         wanted = max(FEWEST_SLOTS * slot_bytes, int(min(free * SHARE, LARGEST_DEFAULT) / servers))
     elif wanted < FEWEST_SLOTS * slot_bytes:
         raise ConfigError(
             f"kv_connector_extra_config: 'staging_bytes' is {wanted}, but {FEWEST_SLOTS} chunks of this model take "
             f"{FEWEST_SLOTS * slot_bytes} bytes; raise it or lower 'chunk_tokens'"
         )
-    if limit is not None and wanted * servers > limit:
+    if wanted * servers > limit:
         raise ConfigError(
             f"kv_connector_extra_config: 'staging_bytes' asks for {wanted * servers} bytes of host memory, but this "
-            f"cgroup is limited to {limit}; lower it or raise the limit"
+            f"machine or its cgroup has no more than {limit}; lower it or raise the limit"
         )
     return wanted // slot_bytes
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tplayout.errors import ConfigError
-from tplayout_vllm.sizing import available_memory, io_processes, memory_limit, staging_slots
+from tplayout_vllm.sizing import allowed_memory, available_memory, io_processes, memory_limit, staging_slots
 
 MIB = 2**20
 
@@ -26,7 +26,7 @@ def test_stated_size_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "limit", "said"),
-    [(MIB, 2**60, "2 chunks of this model take"), (10 * MIB, 5 * MIB, "this cgroup is limited to")],
+    [(MIB, 2**60, "2 chunks of this model take"), (10 * MIB, 5 * MIB, "has no more than 5242880; lower it")],
 )
 def test_impossible_sizes_are_refused(wanted: int, limit: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -45,6 +45,15 @@ def test_cgroup_v1_without_a_limit_is_no_limit(tmp_path: Path) -> None:
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     assert memory_limit(tmp_path) is None
+
+
+def test_allowed_is_the_smaller_of_cgroup_and_machine(tmp_path: Path) -> None:
+    meminfo = "MemTotal: 2048 kB\nMemAvailable: 9 kB\n"
+    assert allowed_memory(tmp_path, meminfo) == 2 * MIB
+    (tmp_path / "memory.max").write_text("1048576\n")
+    assert allowed_memory(tmp_path, meminfo) == MIB
+    (tmp_path / "memory.max").write_text("9000000\n")
+    assert allowed_memory(tmp_path, meminfo) == 2 * MIB
 
 
 def test_available_memory() -> None:
