@@ -75,10 +75,11 @@ class Namespace:
 
 @dataclass
 class Catalog:
-    """A store's namespaces by name, and the files that are none of ours."""
+    """A store's namespaces by name, the files that are none of ours, and what tools keep (quarantine, usage)."""
 
     namespaces: dict[str, Namespace]
     foreign: list[ObjectInfo]
+    tools: list[ObjectInfo]
 
     @property
     def objects(self) -> int:
@@ -91,7 +92,7 @@ def scan(store: Store, namespace: str | None = None) -> Catalog:
 
     Raises NotFound for a namespace that is not there, ConfigError where several begin so.
     """
-    catalog = Catalog({}, [])
+    catalog = Catalog({}, [], [])
     for info in store.list("" if namespace is None else _checked(namespace)):
         _sort_in(catalog, info)
     if namespace is not None:
@@ -147,6 +148,7 @@ def _checked(namespace: str) -> str:
 def _sort_in(catalog: Catalog, info: ObjectInfo) -> None:
     directory, _, rest = info.key.partition("/")
     if directory.startswith(RESERVED) and rest:
+        catalog.tools.append(info)
         return
     if _NAMESPACE.fullmatch(directory) and rest == "namespace.json":
         catalog.namespaces.setdefault(directory, Namespace(directory)).info = info

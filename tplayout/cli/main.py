@@ -15,8 +15,12 @@ from tplayout.errors import ConfigError, GeometryError, NotFound, StorageError, 
 
 # Verb -> what `tplayout --help` says of it, so that help imports no verb. Sorted as people meet them.
 VERBS: Mapping[str, str] = {
+    "ls": "namespaces of a store, or the prefixes of one",
+    "du": "what takes the bytes: namespaces, prefixes, ages",
     "verify": "check that every object is what it says, and move aside what is not",
     "convert": "per-rank shards, chunk sizes and dtypes into one another",
+    "cp": "copy stores, namespaces or prefixes, verified",
+    "mv": "copy, and delete from the source what has arrived",
 }
 
 FINE, NO, WRONG_USE, UNREACHABLE, BUG, INTERRUPTED = 0, 1, 2, 3, 70, 130
