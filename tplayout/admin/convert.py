@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tplayout.admin.chains import Index, build_index
-from tplayout.admin.namespaces import OpenNamespace, begin_namespace, open_namespace
+from tplayout.admin.namespaces import OpenNamespace, begin_namespace, new_document, open_namespace, unwritten
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Progress, silent
 from tplayout.admin.shard_files import ShardHeader, ranks_of
 from tplayout.admin.shards import ShardSet, ShardWriter
 from tplayout.admin.transfer import Tally, read_prefix, store_prefix
 from tplayout.errors import ConfigError, NamespaceMismatch, NotFound
-from tplayout.format.digest import make_hasher
 from tplayout.format.geometry import Geometry
-from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
+from tplayout.format.identity import Identity
 from tplayout.format.keys import NO_EXTRAS, ROOT, ChunkId, chunk_key
 from tplayout.format.sharding import pp_layer_ranges
 from tplayout.storage.base import Store
@@ -53,9 +52,7 @@ def target_namespace(
     try:
         return open_namespace(store, identity.namespace, secret)
     except NotFound:
-        hasher = make_hasher(None, secret)
-        document = NamespaceDocument(identity, StorageFacts(hasher.name, hasher.key_id), model)
-        return OpenNamespace(store, document, hasher, identity.digest())
+        return unwritten(store, new_document(identity, secret, model), secret)
 
 
 def chain_of_digests(namespace: bytes, tokens: Sequence[int], extras: Sequence[bytes], size: int) -> list[ChunkId]:

@@ -9,8 +9,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tplayout.admin.catalog import hasher_of
 from tplayout.cache.namespace import check_document
-from tplayout.errors import ConfigError, FormatError, NotFound, Reason, StorageError, StorageErrorKind
+from tplayout.errors import (
+    ConfigError,
+    FormatError,
+    NamespaceMismatch,
+    NotFound,
+    Reason,
+    StorageError,
+    StorageErrorKind,
+)
 from tplayout.format.chunk import read_chunk_id, verify
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.identity import (
@@ -115,14 +124,16 @@ def names(store: Store) -> list[str]:
 
 
 def open_namespace(store: Store, name: str, secret: bytes | None = None) -> OpenNamespace:
-    """The namespace of that name. Raises NotFound; FormatError if damaged, or wrong-secret."""
+    """The namespace of that name. A secret that it does not use is ignored.
+
+    Raises NotFound; FormatError if namespace.json is damaged; ConfigError if it needs a secret and has another or none.
+    """
     key = namespace_object(name)
     try:
         document = parse_namespace_document(store.get(key, max_bytes=MAX_DOCUMENT_BYTES), name)
-        hasher = make_hasher(document.storage.digest, secret, document.storage.key_id)
     except FormatError as error:
         raise error.at(f"{store.url}: {key}") from None
-    return OpenNamespace(store, document, hasher, document.identity.digest())
+    return OpenNamespace(store, document, hasher_of(document, secret), document.identity.digest())
 
 
 def choose_namespace(store: Store, wanted: str | None, secret: bytes | None = None) -> OpenNamespace:
@@ -138,25 +149,36 @@ def choose_namespace(store: Store, wanted: str | None, secret: bytes | None = No
 
 
 def begin_namespace(store: Store, identity: Identity, secret: bytes | None, model: str) -> OpenNamespace:
-    """The identity's namespace, written if it is not there. Raises as `open_namespace`."""
+    """The identity's namespace, written if it is not there, with keyed digests if there is a secret.
+
+    Raises as `open_namespace`, and NamespaceMismatch if it is there without keyed digests although there is a secret.
+    """
+    document = new_document(identity, secret, model)
+    found = begin_copy(store, document, secret)
+    if secret is not None and found.hasher.key_id is None:
+        raise NamespaceMismatch("storage.digest", document.storage.digest, found.document.storage.digest)
+    return found
+
+
+def new_document(identity: Identity, secret: bytes | None, model: str) -> NamespaceDocument:
+    """What a new namespace of this identity says of itself."""
     hasher = make_hasher(None, secret)
-    document = NamespaceDocument(identity, StorageFacts(hasher.name, hasher.key_id), model)
-    return begin_copy(store, document, secret)
+    return NamespaceDocument(identity, StorageFacts(hasher.name, hasher.key_id), model)
 
 
 def begin_copy(store: Store, document: NamespaceDocument, secret: bytes | None) -> OpenNamespace:
-    """The document's namespace, written as it is if nothing is there; else what is there.
-
-    Raises as `open_namespace`, and NamespaceMismatch if that is another identity's.
-    """
-    name, data = document.identity.namespace, document.to_bytes()
+    """The document's namespace, written as it is if nothing is there, else what is there; see `open_namespace`."""
     try:
-        found = open_namespace(store, name, secret)
+        return open_namespace(store, document.identity.namespace, secret)
     except NotFound:
-        hasher = make_hasher(document.storage.digest, secret, document.storage.key_id)
-        store.put(namespace_object(name), data)
-        return OpenNamespace(store, document, hasher, document.identity.digest())
-    return found
+        opened = unwritten(store, document, secret)
+        store.put(namespace_object(opened.name), document.to_bytes())
+        return opened
+
+
+def unwritten(store: Store, document: NamespaceDocument, secret: bytes | None) -> OpenNamespace:
+    """A namespace that is not there yet."""
+    return OpenNamespace(store, document, hasher_of(document, secret), document.identity.digest())
 
 
 def check_same_storage(store: Store, document: NamespaceDocument) -> None:

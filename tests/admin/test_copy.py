@@ -1,0 +1,156 @@
+"""Copies are verified, resumed and complete; moves delete only what has arrived."""
+
+import pytest
+
+from tplayout.admin.chains import build_index
+from tplayout.admin.copy import check_apart, copy_namespace, move_namespace
+from tplayout.admin.namespaces import begin_namespace, open_namespace
+from tplayout.errors import ConfigError, NamespaceMismatch, StorageTimeout
+from tplayout.format.keys import object_name
+from tplayout.storage.url import open_store
+
+SECRET = b"0123456789abcdef"
+
+
+@pytest.fixture
+def filled(kit, store):
+    namespace, _ = kit.fill(store, kit.identity(kit.group(), kit.group("window-5", "window", window=5)))
+    return namespace
+
+
+@pytest.fixture
+def target(make_store):
+    return make_store("target")
+
+
+def flip(store, name: str) -> None:
+    data = bytearray(store.get(name))
+    data[-5000] ^= 1
+    store.put(name, data)
+
+
+def leaf(namespace) -> bytes:
+    (path,) = build_index(namespace).prefixes()
+    return path[-1]
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_a_copy_is_equal_and_a_second_run_moves_nothing(filled, kit, target, jobs):
+    report = copy_namespace(filled, target, jobs=jobs)
+    assert kit.content(target) == kit.content(filled.store)
+    assert (report.copied, report.present) == (10, 0)
+    again = copy_namespace(filled, target)
+    assert (again.copied, again.present, again.nbytes) == (0, 10, 0)
+
+
+def test_a_copy_that_was_cut_short_goes_on(filled, kit, target):
+    class Dies:
+        """Fails at the fourth object."""
+
+        def __init__(self):
+            self.left = 4
+
+        def put(self, *args, **kwargs):
+            self.left -= 1
+            if self.left < 0:
+                raise StorageTimeout("gone")
+            type(target).put(target, *args, **kwargs)
+
+    target.put = Dies().put  # type: ignore[method-assign]
+    with pytest.raises(StorageTimeout):
+        copy_namespace(filled, target)
+    del target.put
+    assert copy_namespace(filled, target).present == 3
+    assert kit.content(target) == kit.content(filled.store)
+
+
+def test_damaged_objects_are_named_and_not_copied(filled, kit, target):
+    name = sorted(kit.content(filled.store))[0]
+    flip(filled.store, name)
+    report = copy_namespace(filled, target)
+    assert list(report.damaged) == [name]
+    assert not report.complete
+    assert not target.exists([name])[0]
+
+
+def test_a_truncated_object_at_the_destination_is_replaced(filled, kit, target):
+    copy_namespace(filled, target)
+    name = sorted(kit.content(target))[0]
+    target.put(name, target.get(name)[:-1])
+    assert copy_namespace(filled, target).copied == 1
+    flip(target, name)
+    assert copy_namespace(filled, target).present == 10
+    assert copy_namespace(filled, target, recheck=True).copied == 1
+    assert kit.content(target) == kit.content(filled.store)
+
+
+def test_only_one_prefix(filled, kit, store, target):
+    other, _ = kit.fill(store, filled.identity, [*kit.TOKENS[:8], 1, 2, 3, 4])
+    index = build_index(other)
+    last = next(path[-1] for path in index.prefixes() if len(path) == 3)
+    copy_namespace(filled, target, keys=[last])
+    copied = build_index(open_namespace(target, filled.name))
+    assert set(copied.chunks) == set(index.path(last))
+
+
+def test_dry_runs_write_nothing(filled, target):
+    assert copy_namespace(filled, target, dry_run=True).copied == 10
+    assert move_namespace(filled, target, dry_run=True).removed == 10
+    assert not list(target.list())
+
+
+def test_a_target_with_another_secret_is_refused(kit, store, target):
+    namespace, _ = kit.fill(store, kit.identity(), secret=SECRET)
+    begin_namespace(target, namespace.identity, None, "")
+    with pytest.raises(NamespaceMismatch, match="storage"):
+        copy_namespace(namespace, target, SECRET)
+
+
+def test_keyed_namespaces_are_copied_with_their_secret(kit, store, target):
+    namespace, _ = kit.fill(store, kit.identity(), secret=SECRET)
+    assert copy_namespace(namespace, target, SECRET).complete
+    assert kit.content(target) == kit.content(store)
+
+
+def test_a_move_leaves_nothing_behind(filled, kit, target):
+    before = kit.content(filled.store)
+    report = move_namespace(filled, target)
+    assert kit.content(target) == before
+    assert not kit.content(filled.store)
+    assert (report.copied, report.removed) == (10, 10)
+
+
+def test_a_move_keeps_what_is_damaged_or_shared(filled, kit, store, target):
+    kit.fill(store, filled.identity, [*kit.TOKENS[:8], 1, 2, 3, 4])
+    index = build_index(filled)
+    long = next(path for path in index.prefixes() if len(path) == 5)
+    short = next(path for path in index.prefixes() if len(path) == 3)
+    report = move_namespace(filled, target, keys=[long[-1]])
+    assert report.removed == 6  # three chunks of two groups
+    assert set(build_index(filled).chunks) == set(short)
+    assert set(build_index(open_namespace(target, filled.name)).chunks) == set(long)
+    name = object_name(filled.name, short[0], 1)
+    flip(store, name)
+    report = move_namespace(filled, target)
+    assert name in report.damaged or name not in kit.content(store)
+    assert filled.name in next(iter(kit.content(target)))
+
+
+def test_a_damaged_copy_at_the_destination_does_not_cost_the_original(filled, kit, target):
+    before = kit.content(filled.store)
+    copy_namespace(filled, target)
+    flip(target, object_name(filled.name, leaf(filled), 0))
+    move_namespace(filled, target)
+    assert kit.content(target) == before
+
+
+def test_a_store_by_two_names_is_no_destination_of_a_move(filled, kit, tmp_path):
+    before = kit.content(filled.store)
+    (tmp_path / "alias").symlink_to(tmp_path / "store")
+    for other in (tmp_path / "alias", tmp_path / "store"):
+        with open_store(other) as same, pytest.raises(ConfigError, match="one store"):
+            move_namespace(filled, same)
+    assert kit.content(filled.store) == before
+    with open_store(tmp_path / "else") as apart:
+        check_apart(filled.store, apart)
+        assert not list(apart.list())

@@ -1,0 +1,58 @@
+"""Opening a namespace from its own document."""
+
+import pytest
+
+from tplayout.admin.namespaces import begin_namespace, choose_namespace, names, open_namespace
+from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, NotFound, Reason
+from tplayout.format.keys import namespace_object
+
+SECRET = b"0123456789abcdef"
+
+
+def test_choosing(kit, store):
+    with pytest.raises(NotFound, match="no namespace"):
+        choose_namespace(store, None)
+    first, _ = kit.fill(store, kit.identity(weights="files:01"))
+    assert choose_namespace(store, None).name == first.name
+    second, _ = kit.fill(store, kit.identity(weights="files:02"))
+    assert names(store) == sorted([first.name, second.name])
+    assert choose_namespace(store, second.name[:6]).name == second.name
+    with pytest.raises(ConfigError, match="there are 2 namespaces"):
+        choose_namespace(store, None)
+    with pytest.raises(ConfigError, match="0 namespaces start with"):
+        choose_namespace(store, "zz")
+
+
+def test_secrets(kit, store):
+    keyed, _ = kit.fill(store, kit.identity(weights="files:01"), secret=SECRET)
+    plain, _ = kit.fill(store, kit.identity(weights="files:02"))
+    assert open_namespace(store, plain.name, SECRET).hasher.key_id is None  # tools see many namespaces
+    with pytest.raises(ConfigError, match="secret"):
+        open_namespace(store, keyed.name)
+    with pytest.raises(ConfigError, match="secret"):
+        open_namespace(store, keyed.name, SECRET + b"x")
+    with pytest.raises(NamespaceMismatch, match="digest"):  # who gives a secret expects authentication
+        begin_namespace(store, plain.identity, SECRET, "")
+    assert begin_namespace(store, keyed.identity, SECRET, "").name == keyed.name
+
+
+def test_damage_is_named(kit, store):
+    namespace, _ = kit.fill(store, kit.identity())
+    name = namespace_object(namespace.name)
+    store.put(name, store.get(name)[:-5])
+    with pytest.raises(FormatError, match=name):
+        open_namespace(store, namespace.name)
+    key = next(namespace.objects())[0].key
+    object_name = namespace.object_name(key, 0)
+    data = bytearray(store.get(object_name))
+    data[namespace.layout(0).tokens_range.start] ^= 1
+    store.put(object_name, data)
+    with pytest.raises(FormatError) as caught:
+        namespace.chunk_id(key, 0)
+    assert (caught.value.reason, caught.value.where) == (Reason.WRONG_KEY, object_name)
+    store.put(object_name, data[:100])
+    with pytest.raises(FormatError, match="truncated"):
+        namespace.chunk_id(key, 0)
+    store.put(object_name, bytes(data) + b"x")
+    with pytest.raises(FormatError, match="trailing"):
+        namespace.read(key, 0)

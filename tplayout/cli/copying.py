@@ -1,0 +1,132 @@
+"""What `tplayout cp` and `tplayout mv` share: their options, the run over namespaces, and the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tplayout.cli.common import (
+    confirm,
+    dry_run_option,
+    emit_json,
+    jobs_option,
+    json_option,
+    note,
+    progress,
+    say,
+    secret_option,
+    size,
+    store_options,
+)
+from tplayout.cli.sides import (
+    destination_options,
+    namespace_option,
+    open_destination,
+    open_source,
+    selection_options,
+)
+from tplayout.errors import NotFound
+
+if TYPE_CHECKING:
+    from tplayout.admin.copy import Copied
+    from tplayout.storage.base import Store
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EPILOG = """\b
+JSON: {"namespaces": {name: {"copied", "present", "removed", "bytes", "damaged":
+  {object: reason}}}, "dry_run"}
+"""
+
+
+def copy_options(function: F) -> F:
+    """SRC, DST and every option that both verbs have."""
+    for option in (
+        json_option,
+        destination_options,
+        store_options,
+        secret_option,
+        dry_run_option,
+        jobs_option,
+        selection_options,
+        namespace_option,
+        click.argument("destination", metavar="DST"),
+        click.argument("source", metavar="SRC"),
+    ):
+        function = option(function)
+    return function
+
+
+def run(source: str, destination: str, options: dict[str, Any], move: bool) -> int:
+    """Copy or move, print the answer, return the exit code."""
+    given, own, timeout = options["storage_options"], options["dst_storage_options"], options["timeout"]
+    with (
+        open_source(source, given, timeout, destination) as origin,
+        open_destination(destination, given, own, timeout, source) as target,
+    ):
+        if move and not options["dry_run"]:
+            confirm(f"Move from {origin.url} to {target.url} and delete it from there?", options["yes"])
+        reports = _run(origin, target, options, move)
+    if options["as_json"]:
+        emit_json(
+            {
+                "namespaces": {name: _document(report) for name, report in reports.items()},
+                "dry_run": options["dry_run"],
+            }
+        )
+    else:
+        _show(reports, options["dry_run"], move)
+    return 0 if all(report.complete for report in reports.values()) else 1
+
+
+def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> dict[str, Copied]:
+    from tplayout.admin.chains import build_index
+    from tplayout.admin.copy import copy_namespace, move_namespace
+    from tplayout.admin.namespaces import choose_namespace, names, open_namespace
+    from tplayout.admin.selection import read_token_file, selected
+
+    secret, jobs = options["secret"], options["jobs"]
+    prompts = [read_token_file(path) for path in options["token_files"]]
+    if options["namespace"] or options["prefixes"] or prompts:
+        chosen = [choose_namespace(origin, options["namespace"], secret)]
+    else:
+        chosen = [open_namespace(origin, name, secret) for name in names(origin)]
+    if not chosen:
+        raise NotFound(f"{origin.url}: no namespace is stored here")
+    reports = {}
+    with progress("moving" if move else "copying") as tick:
+        for namespace in chosen:
+            keys, index = None, None
+            if options["prefixes"] or prompts:
+                index = build_index(namespace, jobs)
+                keys = selected(index, options["prefixes"], prompts, options["salt"])
+            if move:
+                report = move_namespace(namespace, target, secret, keys, jobs, tick, options["dry_run"])
+            else:
+                dry, again = options["dry_run"], options["recheck"]
+                report = copy_namespace(namespace, target, secret, keys, index, jobs, tick, dry, again)
+            reports[namespace.name] = report
+    return reports
+
+
+def _document(report: Copied) -> dict[str, Any]:
+    return {
+        "copied": report.copied,
+        "present": report.present,
+        "removed": report.removed,
+        "bytes": report.nbytes,
+        "damaged": report.damaged,
+    }
+
+
+def _show(reports: dict[str, Copied], dry_run: bool, move: bool) -> None:
+    would = "would be " if dry_run else ""
+    for name, report in reports.items():
+        moved = f", {report.removed} {would}removed from the source" if move else ""
+        say(
+            f"{name}: {report.copied} objects {would}copied ({size(report.nbytes)}), {report.present} were there{moved}"
+        )
+        for reason in report.damaged.values():
+            note(f"damaged, {'left where it is' if move else 'not copied'}: {reason}")
