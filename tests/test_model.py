@@ -120,6 +120,36 @@ def test_overrides_are_a_member_of_their_own(model):
     assert model_config(model, {"rope_scaling": None})["overrides"] == {"rope_scaling": None}
 
 
+LONGROPE = {
+    **LLAMA,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+}
+
+
+def test_the_length_of_a_server_is_part_of_a_longrope_models_identity(tmp_path: Path) -> None:
+    """vLLM rotates every key by the long factors once --max-model-len is beyond the original length."""
+    model = write(tmp_path, LONGROPE)
+    default, short, long, longer = (describe_model(model, max_model_len=n) for n in (None, 4096, 4097, 131072))
+    assert default == short
+    assert long == longer
+    assert short != long
+    assert short.diff(long) == [("config.rope_factors", "short", "long")]
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_longrope_is_found_wherever_it_is_stated(tmp_path: Path, name: str) -> None:
+    rope = {"rope_type": "longrope", "long_factor": [2.0], "original_max_position_embeddings": 4096}
+    for where in ({name: rope}, {name: {"full_attention": rope}}, {"text_config": {name: rope}}):
+        assert model_config(write(tmp_path, where), {}, 8192)["rope_factors"] == "long"
+        assert model_config(write(tmp_path, where), {}, 4096)["rope_factors"] == "short"
+    assert model_config(write(tmp_path, LLAMA), {name: rope}, 8192)["rope_factors"] == "long"
+    unknown = {name: {"long_factor": [2.0]}}
+    assert model_config(write(tmp_path, unknown), {}, 8192)["rope_factors"] == "of length 8192"
+    assert "rope_factors" not in model_config(write(tmp_path, LLAMA), {}, 8192)
+
+
 def test_numbers_that_canonical_json_lacks(tmp_path):
     (tmp_path / "config.json").write_text('{"a": [Infinity, -Infinity, NaN], "b": 9007199254740993, "c": 1.5}')
     kept = model_config(tmp_path)

@@ -103,19 +103,20 @@ def describe_model(
     weights_label: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     load_format: str = "auto",
+    max_model_len: int | None = None,
 ) -> Identity:
     """The identity that a vLLM server of this model directory has, if it is started with the same settings.
 
-    kv_dtype, compute_dtype, load_format: vLLM's names (--kv-cache-dtype, --dtype, --load-format). overrides: as in
-    --hf-overrides. chunk_tokens: None for the servers' default (`default_chunk_tokens`). Raises ConfigError for what
-    only an engine can tell, naming the field.
+    kv_dtype, compute_dtype, load_format, max_model_len: vLLM's names (--kv-cache-dtype, --dtype, --load-format,
+    --max-model-len). overrides: as in --hf-overrides. chunk_tokens: None for the servers' default
+    (`default_chunk_tokens`). Raises ConfigError for what only an engine can tell, naming the field.
     """
     config = _overridden(read_config(path), overrides or {})
     compute = resolve_compute_dtype(config, compute_dtype)
     groups = describe_groups(config, resolve_kv_dtype(config, kv_dtype, compute))
     return Identity(
         weights=describe_weights(path, weights_label, load_format),
-        config=model_config(path, overrides),
+        config=model_config(path, overrides, max_model_len),
         compute_dtype=compute,
         quantization=weight_quantization(config),
         geometry=Geometry(chunk_tokens or default_chunk_tokens(group.window for group in groups), groups),
@@ -140,19 +141,49 @@ def read_config(path: str | Path) -> dict[str, Any]:
     raise ConfigError(f"{path} is no model directory: it has no {' or '.join(CONFIG_FILES)}")
 
 
-def model_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def model_config(
+    path: str | Path, overrides: Mapping[str, Any] | None = None, max_model_len: int | None = None
+) -> dict[str, Any]:
     """The `config` of an identity: the model's own configuration without the fields that no KV value depends on.
 
     Spellings are kept as they are (rope_theta, rope_parameters): what two of them have in common is the engine's
     business, and taking them for different only costs a miss. Overrides that change something are a member
     "overrides" of their own, since how an engine merges them is its business too.
+
+    max_model_len: of the engine, None for its default. It rotates the same key differently in models with short and
+    long factors (LongRoPE, such as Phi-3): which of them are used is a member "rope_factors" then.
     """
     config = read_config(path)
     identity = _relevant(config)
     changes = {name: value for name, value in _relevant(dict(overrides or {})).items() if _changes(config, name, value)}
     if changes:
         identity["overrides"] = changes
+    factors = _rope_factors(_overridden(config, overrides or {}), max_model_len)
+    if factors is not None:
+        identity["rope_factors"] = factors
     return identity
+
+
+def _rope_factors(config: Mapping[str, Any], max_model_len: int | None) -> str | None:
+    """ "short" or "long" for a model that has both; the length that decides where it cannot be told; else None."""
+    for holder in (config, _text_config(config)):
+        for rope in _ropes(holder):
+            if "long_factor" not in rope:
+                continue
+            stated = holder.get("original_max_position_embeddings")
+            trained = rope.get("original_max_position_embeddings", stated)
+            # Without a length vLLM takes the one that the model was first trained for, if it is stated there.
+            length = max_model_len or stated or holder.get("max_position_embeddings")
+            if type(trained) is not int or type(length) is not int:
+                return f"of length {length}"
+            return "long" if length > trained else "short"
+    return None
+
+
+def _ropes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rotary settings of a configuration: one for all layers, or one a type of layer."""
+    found = [config[name] for name in ("rope_scaling", "rope_parameters") if isinstance(config.get(name), dict)]
+    return [*found, *(item for rope in found for item in rope.values() if isinstance(item, dict))]
 
 
 def _changes(config: dict[str, Any], name: str, value: Any) -> bool:

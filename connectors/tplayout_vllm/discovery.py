@@ -104,7 +104,7 @@ def _discover(
         dtype=dtype,
         window=getattr(spec, "sliding_window", None),
         latent=latent,
-        scales=_scales(layer, latent) if dtype.startswith("F8") else None,
+        scales=_scales(name, layer, latent) if dtype.startswith("F8") else None,
         layout=", ".join(part.describe() for part in layout.parts),
     )
     return report, layout
@@ -141,7 +141,15 @@ def _dtype(name: str, layer: Any, spec: Any) -> str:
     )
 
 
-def _scales(layer: Any, latent: bool) -> tuple[float, ...]:
+def _scales(name: str, layer: Any, latent: bool) -> tuple[float, ...]:
+    """A factor a part. vLLM's float of a scale that differs by head is only their maximum."""
+    for scale in ("_k_scale", "_v_scale"):
+        stated = getattr(layer, scale, None)
+        if isinstance(stated, torch.Tensor) and stated.numel() > 1:
+            raise ConfigError(
+                f"layer {name}: its KV scales differ by head, which TPLayoutConnector does not support yet; "
+                "use --kv-cache-dtype auto or a checkpoint with a scale a layer"
+            )
     k_scale, v_scale = float(layer._k_scale_float), float(layer._v_scale_float)
     return (k_scale, k_scale) if latent else (k_scale, v_scale)
 

@@ -41,6 +41,11 @@ def check_setup(vllm_config: Any) -> None:
             f"nnodes is {parallel.nnodes}: TPLayoutConnector needs all ranks of an engine on one machine; "
             "run one engine a node on one shared store"
         )
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise ConfigError(
+            "--weight-transfer-config replaces weights while the server runs, and KV of the new ones would be stored "
+            "as KV of the old: TPLayoutConnector does not support it, run without one of them"
+        )
     if vllm_config.model_config.is_encoder_decoder:
         raise ConfigError("encoder-decoder models are not supported by TPLayoutConnector")
 
@@ -128,7 +133,7 @@ def _identity(vllm_config: Any, options: Options, placement: Placement) -> Ident
         overrides = {}
     return Identity(
         weights=describe_weights(directory, label, str(load_format)),
-        config=model_config(config, overrides),
+        config=model_config(config, overrides, model.max_model_len),
         compute_dtype=str(model.dtype).removeprefix("torch."),
         quantization=weight_quantization(read_config(config), model.quantization),
         geometry=placement.geometry,
