@@ -16,6 +16,7 @@ from typing import Any
 from tplayout.errors import ConfigError
 
 SECRET_ENV = "TPLAYOUT_SECRET_KEY"
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
 _UNITS = {
     "": 1,
     "B": 1,
@@ -84,7 +85,8 @@ def parse_options(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         raise _wrong("url", "is required: where to keep KV, for example file:///var/cache/kv or s3://bucket/prefix")
     storage = extra.get("storage_options", {})
     if not isinstance(storage, Mapping):
-        raise _wrong("storage_options", f"must be an object of the file system's options, not {_kind(storage)}")
+        # Not what it is: that would be credentials.
+        raise _wrong("storage_options", f"must be an object of the file system's options, not {type(storage).__name__}")
     return Options(
         url=url,
         storage_options=dict(storage),
@@ -134,7 +136,7 @@ def _size(extra: Mapping[str, Any], name: str) -> int | None:
     value = extra.get(name)
     if value is None:
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip()) if isinstance(value, str) else None
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match and match[2].upper() in _UNITS:
         value = int(float(match[1]) * _UNITS[match[2].upper()])
     if type(value) is not int or value <= 0:
@@ -145,11 +147,13 @@ def _size(extra: Mapping[str, Any], name: str) -> int | None:
 def _secret(extra: Mapping[str, Any], environ: Mapping[str, str]) -> bytes | None:
     path = _text(extra, "secret_key_file")
     if path is None:
-        return environ[SECRET_ENV].encode() if environ.get(SECRET_ENV) else None
+        return os.fsencode(environ[SECRET_ENV]) if environ.get(SECRET_ENV) else None
     try:
         secret = Path(path).read_bytes().strip()
     except OSError as error:
         raise _wrong("secret_key_file", f"cannot be read: {error.strerror}: {path}") from None
+    except ValueError:  # a zero byte
+        raise _wrong("secret_key_file", f"is no path: {path!r}") from None
     if not secret:
         raise _wrong("secret_key_file", f"is empty: {path}; put the key into it")
     return secret

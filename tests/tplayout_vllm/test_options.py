@@ -1,5 +1,6 @@
 """Options are refused by name, and what is accepted is converted."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ def test_defaults() -> None:
         ({"storage_options": "a=b"}, r"'storage_options' must be an object"),
         ({"weights_label": " "}, r"'weights_label' must be a non-empty string"),
         ({"secret_key_file": "/nonexistent/key"}, r"'secret_key_file' cannot be read"),
+        ({"secret_key_file": "/a\0b"}, r"'secret_key_file' is no path"),
+        ({"staging_bytes": "9" * 400 + "GiB"}, r"'staging_bytes' must be a number of bytes"),
+        ({"staging_bytes": "\u0663GiB"}, r"'staging_bytes' must be a number of bytes"),
     ],
 )
 def test_wrong_options_are_named(extra: dict[str, Any], said: str) -> None:
@@ -64,3 +68,15 @@ def test_an_empty_secret_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         parse(secret_key_file=str(tmp_path / "key"))
+
+
+def test_credentials_in_the_wrong_place_are_not_repeated() -> None:
+    for wrong in ("key=AKIAEXAMPLE", [["secret", "AKIAEXAMPLE"]]):
+        with pytest.raises(ConfigError, match="'storage_options' must be an object") as raised:
+            parse(storage_options=wrong)
+        assert "AKIAEXAMPLE" not in str(raised.value)
+
+
+def test_a_secret_of_the_environment_may_be_any_bytes() -> None:
+    secret = b"sixteen bytes or more \xff\xfe"
+    assert parse_options({"url": "file:///kv"}, {SECRET_ENV: os.fsdecode(secret)}).secret == secret
