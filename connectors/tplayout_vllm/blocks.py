@@ -24,6 +24,10 @@ class Tables:
         """Whether every token of [first, last) has a block in every table of the group."""
         return all(_covers(tables[table], self.block_sizes[table], first, last) for table in self.of_group[group])
 
+    def block_start(self, group: int, token: int) -> int:
+        """The first token of the block that holds `token`: the engine takes a block for whole or not at all."""
+        return min(token // self.block_sizes[table] * self.block_sizes[table] for table in self.of_group[group])
+
     def first_held(self, tables: BlockTables, group: int, first: int, last: int) -> int:
         """The first token from `first` on behind which all up to `last` have blocks."""
         held = first

@@ -18,7 +18,8 @@ from tplayout_vllm import search
 from tplayout_vllm.blocks import BlockTables, Tables
 from tplayout_vllm.keying import ExtrasOf, Keying
 from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer
-from tplayout_vllm.metrics import COUNTERS, SKIPS, TPLayoutStats
+from tplayout_vllm.metrics import TPLayoutStats
+from tplayout_vllm.report import Report
 
 logger = logging.getLogger("vllm.tplayout")
 
@@ -55,7 +56,7 @@ class SchedulerSide:
         self._tables = tables
         self._namespace = namespace
         self._chunk = staging.geometry.chunk_tokens
-        self._windows = search.windows_of(staging.geometry)
+        self._windows = search.Windows.of(staging.geometry, tables)
         self._loads, self._saves = loads, saves
         self._tracked: dict[str, Tracked] = {}
         self._loading: set[str] = set()  # survives the request: an aborted one lets go of its slots when its load ends
@@ -64,7 +65,7 @@ class SchedulerSide:
         self._keying = Keying(self._chunk)
         self._unkeyable: Counter[str] = Counter()
         self._idle_steps = 0
-        self._reported: Counter[str] = Counter()
+        self._report = Report(stager)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -144,6 +145,7 @@ class SchedulerSide:
         tracked.search = search.PrefixSearch(
             self._stager,
             self._staging.geometry,
+            self._windows,
             request.request_id,
             tracked.chunks,
             local // self._chunk,
@@ -157,8 +159,8 @@ class SchedulerSide:
         end = min(last, base + self._chunk)
         for group in slot.groups:
             start = max(first, base)
-            if group in self._windows:
-                start = max(start, last - self._windows[group] + 1)
+            if group in self._windows.sizes:
+                start = max(start, self._windows.start(group, last))
                 start = self._tables.first_held(tables, group, start, end) if start < end else end
             if start < end:
                 spans.setdefault((start, end), []).append(group)
@@ -228,29 +230,7 @@ class SchedulerSide:
     def take_stats(self) -> TPLayoutStats:
         """What was counted since the last call, and how the pool stands."""
         self._stager.poll()
-        now = self._stager.snapshot()
-        skips = Counter({f"save-{k}": v for k, v in now["save_skips"].items()})
-        skips += Counter({f"save-error-{k}": v for k, v in now["save_errors"].items()})
-        skips += Counter({f"load-error-{k}": v for k, v in now["load_errors"].items()})
-        skips += Counter({f"request-{k}": v for k, v in self._unkeyable.items()})
-        counted = Counter({name: now[name] for name in COUNTERS if name in now})
-        counted["idle_steps"] = self._idle_steps
-        total = counted + Counter({f"{SKIPS}.{k}": v for k, v in skips.items()})
-        fresh = total - self._reported
-        self._reported = total
-        slots = now["slots"]
-        busy = sum(slots[state] for state in ("filling", "loading", "publishing", "limbo"))
-        healthy = all(state == "ok" for state in self._stager.health.values())
-        return TPLayoutStats.of(
-            {name: value for name, value in fresh.items() if name in COUNTERS},
-            {name.removeprefix(f"{SKIPS}."): v for name, v in fresh.items() if name.startswith(f"{SKIPS}.")},
-            {
-                "staging_slots": self._stager.plan.slots,
-                "staging_used": max(busy, slots["pinned"]),
-                "staging_clean": slots["clean"],
-                "store_healthy": float(healthy),
-            },
-        )
+        return self._report.take(self._unkeyable, self._idle_steps)
 
     def reset(self) -> None:
         """Forget what is held in host memory and believed to be stored; what is being loaded stays."""

@@ -25,7 +25,7 @@ def obvious(shape: Geometry, count: int, there: set[Place]) -> int:
 
     def serves(n: int) -> bool:
         for index, group in enumerate(shape.groups):
-            first = 0 if group.window is None else max(0, n * T - group.window)
+            first = 0 if group.window is None else max(0, n * T - (group.window - 1))  # the next token sees itself too
             if any((token // T, index) not in there for token in range(first, n * T)):
                 return False
         return True

@@ -163,3 +163,9 @@ def test_unknown_and_missing_members_are_refused(where: str) -> None:
     target[where].popitem()
     with pytest.raises(GeometryError, match="members"):
         Geometry.from_json(document)
+
+
+def test_a_window_counts_the_token_that_looks_through_it() -> None:
+    """Token 7 with a window of 4 attends to tokens 4 to 7, of which 7 is not computed yet."""
+    assert [g.window_start(7, window) for window in (1, 4, 7, 8, 100)] == [7, 4, 1, 0, 0]
+    assert g.window_start(0, 4) == 0

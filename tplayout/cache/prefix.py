@@ -1,13 +1,13 @@
 """How far a prefix can be served from what is stored. Knows no store: it asks about (chunk, group) pairs.
 
 Serving n chunks takes every chunk of the groups that attend to everything, and of each window group the chunks
-that cover the last W tokens; older ones may be missing.
+that hold what the next token attends to; older ones may be missing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tplayout.format.geometry import Geometry
+from tplayout.format.geometry import Geometry, window_start
 from tplayout.format.keys import ChunkId
 
 Place = tuple[int, int]  # index of a chunk in its prefix, index of a group
@@ -26,10 +26,10 @@ class Prefix:
 
 def needed(geometry: Geometry, count: int) -> Iterator[Place]:
     """The objects that serve `count` chunks, from the first chunk on."""
-    reach = _reaches(geometry)
+    starts = _starts(geometry, count)
     for chunk in range(count):
         for group in range(len(geometry.groups)):
-            if chunk >= count - reach.get(group, count):
+            if chunk >= starts.get(group, 0):
                 yield chunk, group
 
 
@@ -66,10 +66,11 @@ def servable(
             return count
 
 
-def _reaches(geometry: Geometry) -> dict[int, int]:
-    """Window group -> how many chunks cover its window."""
+def _starts(geometry: Geometry, count: int) -> dict[int, int]:
+    """Window group -> the first of its chunks that serve `count` chunks."""
+    size = geometry.chunk_tokens
     return {
-        index: -(-group.window // geometry.chunk_tokens)
+        index: window_start(count * size, group.window) // size
         for index, group in enumerate(geometry.groups)
         if group.window is not None
     }
@@ -95,21 +96,15 @@ def _with_windows(
     geometry: Geometry, count: int, known: dict[Place, bool], ask: Callable[[Iterable[Place]], None]
 ) -> int:
     """The largest number of chunks up to `count` of which all windows at the end are there."""
-    reaches = _reaches(geometry)
-    if not reaches:
-        return count
-    low, batch = count, max(reaches.values())
+    low, batch = count, 1
     while count:
-        if count - max(reaches.values()) < low:
-            bottom = max(0, min(low - batch, count - max(reaches.values())))
-            ask((chunk, group) for chunk in range(bottom, low) for group in reaches)
-            low, batch = bottom, min(2 * batch, max(_MOST_BATCH, batch))
-        gaps = [
-            chunk
-            for group, reach in reaches.items()
-            for chunk in range(max(0, count - reach), count)
-            if not known[chunk, group]
-        ]
+        starts = _starts(geometry, count)
+        first = min(starts.values(), default=count)
+        if first < low:
+            bottom = max(0, min(low - batch, first))
+            ask((chunk, group) for chunk in range(bottom, low) for group in starts)
+            low, batch = bottom, min(2 * (low - bottom), _MOST_BATCH)
+        gaps = [chunk for group, start in starts.items() for chunk in range(start, count) if not known[chunk, group]]
         if not gaps:
             return count
         count = max(gaps)  # every larger number would need the missing one too

@@ -180,6 +180,14 @@ def default_chunk_tokens(windows: Iterable[int | None]) -> int:
     return min([DEFAULT_CHUNK_TOKENS, *(window for window in windows if window is not None)])
 
 
+def window_start(tokens: int, window: int) -> int:
+    """The first token that token number `tokens` attends to: with those before it, the last `window` of all.
+
+    It is what serving a prefix of `tokens` tokens needs of a window group: the parts from here on.
+    """
+    return max(0, tokens - window + 1)
+
+
 def _fail(field: str, value: Any, wanted: str) -> NoReturn:
     raise GeometryError(f"{field} is {repr(value)[:100]}, must be {wanted}")
 

@@ -1,0 +1,27 @@
+"""Fixtures for tests that drive vLLM's own scheduler, with the connector and real I/O processes but no model."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE)]
+
+from sim_config import make_model_directory  # noqa: E402
+from sim_store import Sim  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is only a configuration."""
+    return make_model_directory(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def sim(tmp_path: Path, model_directory: Path) -> Iterator[Sim]:
+    """A store on disk, and the engines that a test starts on it."""
+    sim = Sim(tmp_path, model_directory)
+    yield sim
+    sim.close()
