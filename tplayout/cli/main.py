@@ -17,6 +17,7 @@ from tplayout.errors import ConfigError, GeometryError, NotFound, StorageError, 
 VERBS: Mapping[str, str] = {
     "ls": "namespaces of a store, or the prefixes of one",
     "du": "what takes the bytes: namespaces, prefixes, ages",
+    "inspect": "namespaces in full, or one chunk: ids, cells, digests, statistics, a picture",
     "verify": "check that every object is what it says, and move aside what is not",
     "convert": "per-rank shards, chunk sizes and dtypes into one another",
     "cp": "copy stores, namespaces or prefixes, verified",
