@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
 from typing import Any
 
@@ -37,6 +38,7 @@ ShardArrays = Mapping[Shard, Any]
 ExtrasOf = Callable[[int], Extras]
 
 log = logging.getLogger("tplayout")
+_TOUCH_S = 1.0  # noting use must not hold up who uses it
 
 
 class Cache:
@@ -169,6 +171,8 @@ class Cache:
             verify_shard(parts, layout, chunk.key, self._hasher, shard)
         except FormatError as error:
             raise error.at(name) from None
+        with suppress(StorageError):
+            self.store.touch([name], deadline=_TOUCH_S)
         return from_bits(read_cells(parts, layout, shard), layout.group, as_)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ in-process.
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tplayout.cache.namespace import check_document
@@ -16,6 +17,8 @@ from tplayout.format.keys import namespace_object, object_name
 from tplayout.staging.protocol import NAMESPACE_DIFFERS, Load, Loaded, Probe, Probed, Save, Saved
 from tplayout.staging.region import Region
 from tplayout.storage.base import Store
+
+_TOUCH_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,14 @@ def load(bench: Bench, job: Load) -> Loaded:
         except StorageError as error:
             outcome, kind, detail = "error", error.kind.value, str(error)
         break
+    _note_use(bench.store, [object_name(bench.namespace_name, key, group) for group in done])
     return Loaded(job.job, outcome, tuple(done), kind, detail, nbytes, time.monotonic() - started)
+
+
+def _note_use(store: Store, names: list[str]) -> None:
+    """Tell the store, for whoever prunes it. Nothing depends on it, so nothing waits for it."""
+    with suppress(StorageError):
+        store.touch(names, deadline=_TOUCH_S)
 
 
 def _fetch(bench: Bench, slot: int, group: int, name: str, key: bytes) -> int:
@@ -108,6 +118,7 @@ class Publisher:
             self._document()
             missing = self._missing(job)
             stored = [group for group in job.groups if group not in missing]
+            _note_use(self._bench.store, [self._name(job, group) for group in stored])
             for group in missing:
                 view = self._bench.region.slot(job.slot, group)
                 self._bench.store.put(self._name(job, group), view)

@@ -17,7 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from tplayout.errors import StorageError, StorageErrorKind, StorageTimeout, Unavailable
 from tplayout.storage.bounded import Deadline
@@ -37,15 +37,21 @@ _TEMPORARY = re.compile(r"\.[A-Za-z0-9_=@+-][A-Za-z0-9_.=@+-]*\.[0-9]+\.[0-9a-f]
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One listed object. size: bytes. modified: seconds since the epoch, None where the store does not say."""
+    """One listed object. size: bytes. modified: seconds since the epoch, None where the store does not say.
+
+    used: when it was written or last touched, None where the store does not note that (see `Store.notes_use`).
+    """
 
     key: str
     size: int
     modified: float | None
+    used: float | None = None
 
 
 class Store(ABC):
-    """A flat set of named, immutable byte strings."""
+    """A flat set of named, immutable byte strings. notes_use: whether `touch` does something."""
+
+    notes_use: ClassVar[bool] = False
 
     def __init__(self, url: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """url: without secrets. timeout_s: the deadline of a verb whose caller names none."""
@@ -103,6 +109,14 @@ class Store(ABC):
         if names:
             self._delete(names, limit)
 
+    def touch(self, keys: Iterable[str], *, deadline: float | None = None) -> None:
+        """Note that these objects are used now, for whoever prunes the store. A missing one is fine, and so is one that
+        belongs to somebody else. Does nothing where the store cannot note it; content and `modified` stay."""
+        names = [check_key(key) for key in keys]
+        limit = self._deadline("touch", "", deadline)
+        if names:
+            self._touch(names, limit)
+
     def temporaries(self, *, deadline: float | None = None) -> Iterator[ObjectInfo]:
         """What writers that died left behind, and what living writers are writing just now: judge by `modified`.
 
@@ -142,6 +156,9 @@ class Store(ABC):
 
     @abstractmethod
     def _delete(self, keys: Sequence[str], deadline: Deadline) -> None: ...
+
+    def _touch(self, keys: Sequence[str], deadline: Deadline) -> None:
+        return
 
     def _temporaries(self, deadline: Deadline) -> Iterator[ObjectInfo]:
         return iter(())

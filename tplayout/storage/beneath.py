@@ -10,10 +10,12 @@ import contextlib
 import errno
 import os
 import stat
+import time
 from collections.abc import Callable
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a planted FIFO must not block
+_NOATIME = getattr(os, "O_NOATIME", 0)  # Linux: reading does not count as use, see touch
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -50,7 +52,7 @@ def open_file(root: str, key: str) -> tuple[int, int]:
     """A descriptor for reading, for the caller to close, and the size in bytes."""
     parent, name = open_parent(root, key, create=False)
     try:
-        fd = os.open(name, _READ, dir_fd=parent)
+        fd = _open_unnoticed(name, parent)
     except OSError as exc:
         if exc.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link; a socket
             raise NotPlain(key) from None
@@ -64,6 +66,30 @@ def open_file(root: str, key: str) -> tuple[int, int]:
     if stat.S_ISDIR(info.st_mode):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
     raise NotPlain(key)
+
+
+def _open_unnoticed(name: str, parent: int) -> int:
+    """Open for reading, without a trace in the access time where the file is ours."""
+    try:
+        return os.open(name, _READ | _NOATIME, dir_fd=parent)
+    except PermissionError:  # somebody else's file, which we may yet be allowed to read
+        return os.open(name, _READ, dir_fd=parent)
+
+
+def touch(root: str, key: str) -> None:
+    """Set a file's access time to now; its other times, and files that are missing or another's, stay as they are."""
+    try:
+        fd, _ = open_file(root, key)
+    except (FileNotFoundError, NotADirectoryError, PermissionError, NotPlain):
+        return
+    try:
+        with contextlib.suppress(PermissionError):
+            os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
+    except OSError as exc:
+        if exc.errno != errno.EROFS:
+            raise
+    finally:
+        os.close(fd)
 
 
 def is_file(root: str, key: str) -> bool:

@@ -34,7 +34,12 @@ _IN_THE_WAY = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY}
 
 
 class LocalStore(Store):
-    """The store in the directory `root`, an absolute path. Nothing is touched before the first verb."""
+    """The store in the directory `root`, an absolute path. Nothing is made before the first verb.
+
+    Use is noted in a file's access time: reading leaves it alone, `touch` sets it.
+    """
+
+    notes_use = True
 
     def __init__(self, root: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         if not os.path.isabs(root):
@@ -132,6 +137,13 @@ class LocalStore(Store):
                 beneath.remove_empty(self._root, directory)
 
         self._call("delete", keys[0], delete, deadline)
+
+    def _touch(self, keys: Sequence[str], deadline: Deadline) -> None:
+        def touch() -> None:
+            for key in keys:
+                beneath.touch(self._root, key)
+
+        self._call("touch", keys[0], touch, deadline)
 
     def _remove_temporaries(self, keys: Sequence[str], deadline: Deadline) -> None:
         self._delete(keys, deadline)
@@ -247,4 +259,4 @@ def _info(path: str, entry: os.DirEntry[str]) -> ObjectInfo | None:
         return None
     if not stat.S_ISREG(info.st_mode):
         return None
-    return ObjectInfo(path, info.st_size, info.st_mtime)
+    return ObjectInfo(path, info.st_size, info.st_mtime, max(info.st_atime, info.st_mtime))
