@@ -140,9 +140,19 @@ def test_missing_shard_and_damaged_index_are_named(tmp_path):
     write_index(tmp_path / "a", ["model-1.safetensors", "model-2.safetensors"])
     with pytest.raises(ConfigError, match=r"names model-2\.safetensors, which is not there"):
         weights_fingerprint(tmp_path / "a")
-    (tmp_path / "a" / "model.safetensors.index.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="not an index"):
-        weights_fingerprint(tmp_path / "a")
+    for damaged in ("[1]", '{"weight_map": {}}', '{"weight_map": null}', "[" * 100_000):
+        (tmp_path / "a" / "model.safetensors.index.json").write_text(damaged)
+        with pytest.raises(ConfigError, match="not an index"):
+            weights_fingerprint(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "header", ['{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,1e400]}}', "[" * 100_000], ids=["endless", "deep"]
+)
+def test_hostile_headers_are_refused(tmp_path, header):
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(ConfigError, match="no valid safetensors header"):
+        weights_fingerprint(tmp_path)
 
 
 def test_format_that_is_loaded_decides(model):

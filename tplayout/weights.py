@@ -108,7 +108,9 @@ def _of_index(index: Path, files: list[Path]) -> list[Path]:
         return files
     try:
         named = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        if not named:
+            raise ValueError("no weights")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{index} is not an index of weight files: fetch the model again") from None
     missing = sorted(map(str, named - {file.name for file in files}))
     if missing:
@@ -159,7 +161,7 @@ def _tensor_samples(file: Path, fd: int, size: int) -> Iterator[tuple[int, int]]
             for name, entry in header.items()
             if name != "__metadata__"
         )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
         raise ConfigError(f"{file} has no valid safetensors header: fetch the model again") from None
     if any(not 0 <= begin <= end <= size - start for begin, end in spans):
         raise ConfigError(f"{file} ends before its tensors do: fetch the model again")

@@ -41,7 +41,7 @@ class Adapters:
             known = self._seen.get(lora.lora_int_id)
             if known is None or (known[0] != stamp and getattr(lora, "load_inplace", False)):
                 known = self._seen[lora.lora_int_id] = (stamp, _content(files, lora))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RuntimeError):  # RuntimeError: nested too deep, "~" of nobody
             return None
         return known[1] if known[0] == stamp else None
 
@@ -55,6 +55,8 @@ def _files(directory: Path) -> list[Path]:
 
 def _content(files: list[Path], lora: Any) -> bytes:
     config = json.loads(files[0].read_bytes())
+    if not isinstance(config, dict):
+        raise ValueError(f"{files[0]} is not a JSON object")
     kept = {name: value for name, value in config.items() if name not in _PROVENANCE}
     text = json.dumps(kept, sort_keys=True).encode()
     shape = b"3d" if getattr(lora, "is_3d_lora_weight", False) else b"2d"

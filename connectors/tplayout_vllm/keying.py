@@ -44,6 +44,9 @@ def _unkeyable(request: Any) -> str | None:
         return "pooling"
     if request.resumable:
         return "streaming-input"
+    tokens = request.prompt_token_ids or ()
+    if tokens and not 0 <= min(tokens) <= max(tokens) < 2**31:
+        return "tokens"  # vLLM checks them only where it has a tokenizer
     try:
         (request.cache_salt or "").encode()
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can say and UTF-8 cannot

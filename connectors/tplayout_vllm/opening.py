@@ -5,9 +5,10 @@ Layer: below connector.py. The only module that turns a vLLM configuration into 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,24 @@ def _identity(vllm_config: Any, options: Options, placement: Placement) -> Ident
         overrides = {}
     return Identity(
         weights=describe_weights(directory, label, str(load_format)),
-        config=model_config(config, overrides, model.max_model_len),
+        config={**model_config(config, overrides, model.max_model_len), **_engine_settings(vllm_config)},
         compute_dtype=str(model.dtype).removeprefix("torch."),
         quantization=weight_quantization(read_config(config), model.quantization),
         geometry=placement.geometry,
     )
+
+
+def _engine_settings(vllm_config: Any) -> dict[str, Any]:
+    """What else an engine was told that changes KV values, in a member of its own; nothing where it is as usual."""
+    model, lora = vllm_config.model_config, vllm_config.lora_config
+    scheme = getattr(model, "quantization_config", None)
+    stated = {
+        "lora_target_modules": sorted(getattr(lora, "target_modules", None) or ()),
+        "model_class_overrides": getattr(model, "model_class_overrides", None),
+        "quantization_config": asdict(scheme) if is_dataclass(scheme) and not isinstance(scheme, type) else scheme,
+    }
+    found = {name: value for name, value in stated.items() if value}
+    return {"engine": json.loads(json.dumps(found, default=str))} if found else {}
 
 
 def _model_directory(model: Any) -> Path:
