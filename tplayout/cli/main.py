@@ -22,6 +22,7 @@ VERBS: Mapping[str, str] = {
     "convert": "per-rank shards, chunk sizes and dtypes into one another",
     "cp": "copy stores, namespaces or prefixes, verified",
     "mv": "copy, and delete from the source what has arrived",
+    "gc": "shrink a store, least recently used first",
 }
 
 FINE, NO, WRONG_USE, UNREACHABLE, BUG, INTERRUPTED = 0, 1, 2, 3, 70, 130

@@ -1,0 +1,223 @@
+"""Which chunks go when a store shall shrink, and deleting them while servers go on.
+
+Least recently used first, by what the store knows: last use where it notes that, else when an object was written. A
+chunk counts as used when one behind it is, so tails go before heads and no prefix gets a gap. What was written a
+moment ago stays: it may be half of something. Nothing here needs a secret.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tplayout.admin.catalog import Catalog, Namespace, Stored, by_key, scan
+from tplayout.admin.parallel import in_order
+from tplayout.admin.prefixes import read_id
+from tplayout.admin.progress import Progress, silent
+from tplayout.errors import ConfigError
+from tplayout.format.keys import ROOT, chain, prefix_extras
+from tplayout.storage.base import ObjectInfo, Store
+
+GRACE_S = 60.0
+TEMPORARY_AGE_S = 3600.0
+_BATCH = 500
+
+
+@dataclass
+class Kept:
+    """What must stay whatever its age. keys: beginnings of chunk keys or namespaces, hex; prompts: token ids."""
+
+    keys: Sequence[str] = ()
+    prompts: Sequence[Sequence[int]] = ()
+    salt: str | None = None
+
+
+@dataclass
+class Limits:
+    """max_bytes: of the whole store; max_age: seconds since last use; None for no limit.
+
+    grace: objects younger than this many seconds stay. temporary_age: what dead writers left goes after so long.
+    """
+
+    max_bytes: int | None = None
+    max_age: float | None = None
+    grace: float = GRACE_S
+    temporary_age: float = TEMPORARY_AGE_S
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """used, written: seconds since the epoch; position: in its prefix as far as stored; cut_off: behind a gap."""
+
+    key: bytes
+    objects: list[Stored]
+    used: float
+    written: float
+    parent: bytes | None = None
+    position: int = 0
+    cut_off: bool = False
+    stays: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.size for stored in self.objects)
+
+
+@dataclass
+class Plan:
+    """What would go, in the order in which it goes. by_use: whether the store notes use, else age decides.
+
+    names: object names; temporaries: what dead writers left; before, after: bytes of the whole store. unjudged:
+    namespaces whose document is missing or damaged, with why; their objects stay.
+    """
+
+    by_use: bool
+    before: int = 0
+    after: int = 0
+    chunks: int = 0
+    names: list[str] = field(default_factory=list)
+    temporaries: list[ObjectInfo] = field(default_factory=list)
+    unjudged: dict[str, str] = field(default_factory=dict)
+    met: bool = True
+
+
+def plan(
+    store: Store,
+    limits: Limits,
+    kept: Kept | None = None,
+    namespace: str | None = None,
+    now: float | None = None,
+    jobs: int = 8,
+    progress: Progress = silent,
+) -> Plan:
+    """Decide what goes. namespace: only chunks of this one go, and max_bytes is for it alone. Deletes nothing.
+
+    Raises ConfigError for a `kept` that fits nothing, StorageError.
+    """
+    now = time.time() if now is None else now
+    catalog = scan(store, namespace)
+    used = _last_uses(store, catalog)
+    decided = Plan(store.notes_use)
+    decided.temporaries = [info for info in store.temporaries() if _older(info, now - limits.temporary_age)]
+    groups: list[list[_Chunk]] = []
+    for each in catalog.namespaces.values():
+        decided.before += each.nbytes + (each.info.size if each.info else 0)
+        if each.document is None:
+            decided.unjudged[each.name] = str(each.fault)
+        else:
+            groups.append(_chunks(store, each, used, jobs, progress))
+    decided.before += sum(info.size for info in catalog.foreign)
+    _protect(catalog, groups, kept or Kept(), now - limits.grace)
+    for chunks in groups:
+        _link(chunks)
+    _choose(decided, [chunk for chunks in groups for chunk in chunks], limits, now)
+    return decided
+
+
+def carry_out(store: Store, decided: Plan, progress: Progress = silent) -> None:
+    """Delete what was decided, in its order; servers that miss an object compute it again. Raises StorageError."""
+    for start in range(0, len(decided.names), _BATCH):
+        store.delete(decided.names[start : start + _BATCH])
+        progress(min(start + _BATCH, len(decided.names)), len(decided.names), 0)
+    store.remove_temporaries([info.key for info in decided.temporaries])
+
+
+def _older(info: ObjectInfo, moment: float) -> bool:
+    return info.modified is not None and info.modified < moment
+
+
+def _last_uses(store: Store, catalog: Catalog) -> dict[str, float]:
+    """Object name -> when it was last used, for stores that note it."""
+    if not store.notes_use:
+        return {}
+    uses = {}
+    for name in catalog.namespaces:
+        uses.update({info.key: info.used for info in store.list(f"{name}/") if info.used is not None})
+    return uses
+
+
+def _chunks(store: Store, namespace: Namespace, used: dict[str, float], jobs: int, progress: Progress) -> list[_Chunk]:
+    """The chunks of a namespace, each with its parent; None where no object tells."""
+    layouts, digest = namespace.layouts(), namespace.known().identity.digest()
+    chunks = []
+    for key, objects in by_key(namespace.objects).items():
+        written = max((stored.modified or 0.0) for stored in objects)
+        last = max((used.get(stored.name) or stored.modified or 0.0) for stored in objects)
+        chunks.append(_Chunk(key, objects, last, written))
+
+    def parent(chunk: _Chunk) -> bytes | None:
+        for stored in chunk.objects:
+            if stored.group < len(layouts):
+                found = read_id(store, layouts[stored.group], digest, stored)
+                if found is not None:
+                    return found.parent
+        return None
+
+    for done, (chunk, found) in enumerate(zip(chunks, in_order(parent, chunks, jobs), strict=True), 1):
+        chunk.parent = found
+        progress(done, len(chunks), 0)
+    return chunks
+
+
+def _protect(catalog: Catalog, groups: Iterable[list[_Chunk]], kept: Kept, young: float) -> None:
+    """Mark what stays on its own account: young chunks and kept ones. ConfigError for what fits nothing."""
+    fitting: set[str] = set()
+    names = [each.name for each in catalog.namespaces.values() if each.document is not None]
+    for name, chunks in zip(names, groups, strict=True):
+        prompts = _prompt_keys(catalog.namespaces[name], kept)
+        for chunk in chunks:
+            text = chunk.key.hex()
+            found = {key for key in kept.keys if text.startswith(key) or name.startswith(key)}
+            fitting |= found
+            chunk.stays = bool(found) or chunk.key in prompts or chunk.written > young
+    for key in kept.keys:
+        if key not in fitting:
+            raise ConfigError(f"--keep {key}: no chunk and no namespace begins so; `tplayout ls` lists them")
+
+
+def _prompt_keys(namespace: Namespace, kept: Kept) -> set[bytes]:
+    identity = namespace.known().identity
+    size = identity.geometry.chunk_tokens
+    extras = prefix_extras(size, salt=kept.salt)
+    return {chunk.key for tokens in kept.prompts for chunk in chain(identity.digest(), tokens, size, extras)}
+
+
+def _link(chunks: list[_Chunk]) -> None:
+    """Positions and gaps; then what stays, and when it was used, handed from each chunk to the one before it."""
+    by_name = {chunk.key: chunk for chunk in chunks}
+    placed: set[bytes] = set()
+    for start in chunks:
+        path = []
+        chunk: _Chunk | None = start
+        while chunk is not None and chunk.key not in placed:
+            path.append(chunk)
+            placed.add(chunk.key)
+            chunk = by_name.get(chunk.parent or b"")
+        for each in reversed(path):
+            before = by_name.get(each.parent or b"")
+            each.position = before.position + 1 if before else 0
+            each.cut_off = before.cut_off if before else each.parent != ROOT
+    for chunk in sorted(chunks, key=lambda chunk: chunk.position, reverse=True):
+        before = by_name.get(chunk.parent or b"")
+        if before is not None:
+            before.used = max(before.used, chunk.used)
+            before.stays = before.stays or chunk.stays
+
+
+def _choose(decided: Plan, chunks: list[_Chunk], limits: Limits, now: float) -> None:
+    """Victims: what is behind a gap first, then the least recently used, tails before heads."""
+    decided.after = decided.before
+    oldest = None if limits.max_age is None else now - limits.max_age
+    order = sorted(
+        (chunk for chunk in chunks if not chunk.stays),
+        key=lambda chunk: (not chunk.cut_off, chunk.used, -chunk.position, chunk.key),
+    )
+    for chunk in order:
+        too_old = oldest is not None and chunk.used < oldest
+        too_much = limits.max_bytes is not None and decided.after > limits.max_bytes
+        if too_old or too_much:
+            decided.chunks += 1
+            decided.after -= chunk.nbytes
+            decided.names += [stored.name for stored in chunk.objects]
+    decided.met = limits.max_bytes is None or decided.after <= limits.max_bytes
