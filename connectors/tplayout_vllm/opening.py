@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tplayout.cache import check_namespace
-from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, StorageError
+from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, Reason, StorageError
 from tplayout.format.digest import make_hasher
 from tplayout.format.identity import Identity, namespace_document
 from tplayout.model import describe_weights, model_config, read_config, weight_quantization
@@ -30,6 +30,9 @@ from tplayout_vllm.scheduler import SchedulerSide
 from tplayout_vllm.sizing import io_processes, staging_slots
 
 logger = logging.getLogger("vllm.tplayout")
+
+# A namespace.json that is as another server, or another version, wants it.
+_OF_OTHERS = {Reason.UNSUPPORTED_CODEC, Reason.UNSUPPORTED_DIGEST, Reason.WRONG_SECRET, Reason.WRONG_VERSION}
 
 
 def check_setup(vllm_config: Any) -> None:
@@ -187,10 +190,16 @@ def _check_store(options: Options, identity: Identity, document: bytes) -> None:
             error,
         )
     except (FormatError, NamespaceMismatch) as error:
-        raise ConfigError(
-            f"the store {redact(options.url)} holds another namespace {identity.namespace}: {error}; "
-            "use another 'url', or the secret and options that it was made with"
-        ) from None
+        if isinstance(error, FormatError) and error.reason not in _OF_OTHERS:
+            fault = (
+                f"a damaged namespace.json: {error}; remove that file, it is written anew then, or use another 'url'"
+            )
+        else:
+            fault = (
+                f"another namespace {identity.namespace}: {error}; "
+                "use another 'url', or the secret and options that it was made with"
+            )
+        raise ConfigError(f"the store {redact(options.url)} holds {fault}") from None
     finally:
         store.close()
 

@@ -1,6 +1,8 @@
 """Set-ups that cannot be served are refused before the model is loaded; what changes KV is in the identity."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +10,10 @@ import pytest
 import torch
 
 from tplayout.errors import ConfigError
-from tplayout_vllm.opening import _engine_settings, check_setup
+from tplayout.format.geometry import Geometry, Group, Part
+from tplayout.format.identity import Identity, namespace_document
+from tplayout_vllm.opening import _check_store, _engine_settings, check_setup
+from tplayout_vllm.options import Options
 
 
 def config(weight_transfer_config: Any = None, encoder: bool = False, **parallel: int) -> SimpleNamespace:
@@ -63,3 +68,35 @@ def test_settings_that_change_kv_are_in_the_identity() -> None:
     stated = {"linear": "torch.float8_e4m3fn", "ignore": ["re:.*x"]}
     assert settings(quantization_config=scheme) == {"engine": {"quantization_config": stated}}
     assert settings(model_class_overrides={"A": "m:B"}) == {"engine": {"model_class_overrides": {"A": "m:B"}}}
+
+
+def plant(directory: Path, change: Any) -> tuple[Options, Identity, bytes]:
+    """A store that holds a namespace.json which `change` has been at, and what a server asks it for."""
+    geometry = Geometry(16, (Group("full", "full", (0,), 1, (Part("k", 8), Part("v", 8)), "F32"),))
+    identity = Identity("label:w", {}, "float32", None, geometry)
+    document = namespace_document(identity, {"digest": "xxh3-128", "key_id": None, "codec": "none"}, "model")
+    file = directory / identity.namespace / "namespace.json"
+    file.parent.mkdir()
+    file.write_bytes(change(document))
+    return Options(url=f"file://{directory}"), identity, document
+
+
+def test_the_namespace_of_another_model_name_is_ours(tmp_path: Path) -> None:
+    _check_store(*plant(tmp_path, lambda document: document.replace(b'"model": "model"', b'"model": "other"')))
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100])
+def test_a_damaged_namespace_is_refused_with_the_way_out(tmp_path: Path, keep: int) -> None:
+    """After a power loss, say: what was not flushed may be gone."""
+    with pytest.raises(ConfigError, match=r"damaged namespace\.json.*remove that file"):
+        _check_store(*plant(tmp_path, lambda document: document[:keep]))
+
+
+def test_a_namespace_of_another_version_is_not_to_be_removed(tmp_path: Path) -> None:
+    def newer(document: bytes) -> bytes:
+        value = json.loads(document)
+        return json.dumps({**value, "storage": {**value["storage"], "codec": "zstd"}}).encode()
+
+    with pytest.raises(ConfigError, match=r"another namespace.*unsupported-codec.*zstd") as raised:
+        _check_store(*plant(tmp_path, newer))
+    assert "remove" not in str(raised.value)
