@@ -23,6 +23,8 @@ VERBS: Mapping[str, str] = {
     "cp": "copy stores, namespaces or prefixes, verified",
     "mv": "copy, and delete from the source what has arrived",
     "gc": "shrink a store, least recently used first",
+    "export": "prefixes as one portable file",
+    "import": "what export wrote, into a store",
 }
 
 FINE, NO, WRONG_USE, UNREACHABLE, BUG, INTERRUPTED = 0, 1, 2, 3, 70, 130

@@ -1,0 +1,208 @@
+"""Prefixes as one portable file: a plain tar archive of a namespace's document and the objects, as a store names them.
+
+`tar tf` lists it and `tar xf` makes a store of it. Members follow one another as they are read in a prefix; dates,
+owners and modes are fixed, so the same prefixes give the same file. Reading is strict: nothing but such members.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tplayout.admin.chains import Index
+from tplayout.admin.convert import path_to
+from tplayout.admin.local_files import NewFile, ReadFile, os_errors
+from tplayout.admin.namespaces import OpenNamespace, begin_copy, check_same_storage, unwritten
+from tplayout.admin.parallel import in_order
+from tplayout.admin.progress import Progress, silent
+from tplayout.errors import FormatError, NotFound, Reason
+from tplayout.format.chunk import verify
+from tplayout.format.identity import MAX_DOCUMENT_BYTES, NamespaceDocument, parse_namespace_document
+from tplayout.format.keys import ObjectName, namespace_object, parse_object_name
+from tplayout.storage.base import Store
+
+_BLOCK = tarfile.BLOCKSIZE
+
+
+@dataclass
+class Bundled:
+    """What was written to or read from a file. prefixes: of an export; present: objects that the store had."""
+
+    namespace: str = ""
+    prefixes: int = 0
+    objects: int = 0
+    present: int = 0
+    nbytes: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Member:
+    name: str
+    start: int
+    size: int
+
+
+def export_prefixes(
+    index: Index,
+    keys: Sequence[bytes] | None,
+    file: Path,
+    jobs: int = 1,
+    progress: Progress = silent,
+    dry_run: bool = False,
+) -> Bundled:
+    """Write prefixes, verified, to a file that appears when it is complete. keys: of the last chunks; None for all.
+
+    A job holds up to three objects.
+    Raises FormatError that names a damaged object: a bundle is whole or is not written. NotFound for a prefix with a
+    gap, StorageError.
+    """
+    origin = index.namespace
+    paths = list(index.prefixes()) if keys is None else [path_to(index, key) for key in keys]
+    keys_in_order = dict.fromkeys(key for path in paths for key in path)
+    places = [(key, group) for key in keys_in_order for group in sorted(index.chunks[key].objects)]
+    if not places:
+        raise NotFound(f"{origin.store.url}: namespace {origin.name} holds no prefix to export")
+    document = origin.document.to_bytes()
+    sizes = [len(document), *(origin.layout(group).nbytes for _, group in places)]
+    done = Bundled(origin.name, len(paths), len(places), 0, sum(map(_padded, sizes)) + 2 * _BLOCK)
+    if dry_run:
+        return done
+    with os_errors():
+        new = NewFile(file, done.nbytes)
+    try:
+        with os_errors():
+            at = _write(new, 0, namespace_object(origin.name), document)
+
+        def one(place: tuple[bytes, int]) -> tuple[str, memoryview]:
+            key, group = place
+            return origin.object_name(key, group), origin.read(key, group)
+
+        for count, (name, data) in enumerate(in_order(one, places, jobs), 1):
+            with os_errors():
+                at = _write(new, at, name, data)
+            progress(count, len(places), at)
+        with os_errors():
+            new.publish()
+    finally:
+        new.discard()
+    return done
+
+
+def import_bundle(
+    file: Path,
+    store: Store,
+    secret: bytes | None = None,
+    jobs: int = 1,
+    progress: Progress = silent,
+    dry_run: bool = False,
+) -> Bundled:
+    """Put a file's objects into a store, verified; what the store has with the right size is skipped.
+
+    Damaged objects are named and left out. Raises FormatError for what is no bundle, NamespaceMismatch if the store has
+    the namespace with another digest or secret, StorageError.
+    """
+    with os_errors():
+        opened = ReadFile(file)
+    with opened:
+        members = list(read_members(opened))
+        document = _document(opened, members)
+        check_same_storage(store, document)
+        target = unwritten(store, document, secret) if dry_run else begin_copy(store, document, secret)
+        done = Bundled(target.name)
+        there = {info.key: info.size for info in store.list(f"{target.name}/")}
+
+        def one(member: _Member) -> Bundled:
+            if there.get(member.name) == member.size:
+                return Bundled(present=1)
+            fault = _put(opened, member, target, dry_run)
+            if fault is not None:
+                return Bundled(damaged={member.name: str(fault)})
+            return Bundled(objects=1, nbytes=member.size)
+
+        for count, each in enumerate(in_order(one, members[1:], jobs), 1):
+            done.objects += each.objects
+            done.present += each.present
+            done.nbytes += each.nbytes
+            done.damaged |= each.damaged
+            progress(count, len(members) - 1, done.nbytes)
+    return done
+
+
+def _put(opened: ReadFile, member: _Member, target: OpenNamespace, dry_run: bool) -> FormatError | None:
+    """Store one member's object; what is wrong with it if it is not sound."""
+    try:
+        name = _object_name(member, target)
+        layout = target.layout(name.group_index)
+        if member.size != layout.nbytes:
+            reason = Reason.TRUNCATED if member.size < layout.nbytes else Reason.TRAILING
+            raise FormatError(reason, f"{member.size} bytes, must be {layout.nbytes}", member.name)
+        data = opened.read(member.start, member.size)
+        verify(data, layout, target.digest, name.key, target.hasher)
+    except FormatError as error:
+        return error.at(f"{opened.path}: {member.name}")
+    if not dry_run:
+        target.store.put(member.name, data)
+    return None
+
+
+def _object_name(member: _Member, target: OpenNamespace) -> ObjectName:
+    name = parse_object_name(member.name)
+    if name.namespace != target.name:
+        raise FormatError(Reason.WRONG_NAMESPACE, f"the file is of namespace {target.name}", member.name)
+    if name.group_index >= len(target.identity.geometry.groups):
+        raise FormatError(Reason.WRONG_GROUP, "the geometry has no such group", member.name)
+    return name
+
+
+def _document(opened: ReadFile, members: Sequence[_Member]) -> NamespaceDocument:
+    """The document, which comes first and gives every object its meaning."""
+    where = str(opened.path)
+    directory, _, rest = members[0].name.partition("/") if members else ("", "", "")
+    if rest != "namespace.json":
+        raise FormatError(Reason.BAD_NAMESPACE, "the first member must be <namespace>/namespace.json", where)
+    if members[0].size > MAX_DOCUMENT_BYTES:
+        raise FormatError(Reason.TOO_LARGE, f"namespace.json of {members[0].size} bytes", where)
+    try:
+        return parse_namespace_document(opened.read(members[0].start, members[0].size), directory)
+    except FormatError as error:
+        raise error.at(f"{where}: {members[0].name}") from None
+
+
+def read_members(opened: ReadFile) -> Iterator[_Member]:
+    """Name, place and size of every member. Raises FormatError for another kind of archive, or an unfinished one."""
+    at = 0
+    while True:
+        block = opened.read(at, min(_BLOCK, max(0, opened.size - at)))
+        if len(block) < _BLOCK:
+            raise FormatError(Reason.TRUNCATED, f"no end of archive at byte {at}", str(opened.path))
+        if block == bytes(_BLOCK):
+            return
+        try:
+            info = tarfile.TarInfo.frombuf(block, "ascii", "strict")
+        except (tarfile.HeaderError, UnicodeDecodeError) as error:
+            detail = f"no tplayout bundle: at byte {at}: {error}"
+            raise FormatError(Reason.NOT_A_CHUNK, detail, str(opened.path)) from None
+        if info.type != tarfile.REGTYPE or info.size < 0:
+            detail = f"member {info.name[:100]!r} is not a plain file"
+            raise FormatError(Reason.BAD_NAME, detail, str(opened.path))
+        if at + _padded(info.size) > opened.size:
+            raise FormatError(Reason.TRUNCATED, f"{info.name[:200]} ends behind the file", str(opened.path))
+        yield _Member(info.name, at + _BLOCK, info.size)
+        at += _padded(info.size)
+
+
+def _padded(size: int) -> int:
+    """Bytes of a member with its header."""
+    return _BLOCK + -(-size // _BLOCK) * _BLOCK
+
+
+def _write(new: NewFile, at: int, name: str, data: bytes | memoryview) -> int:
+    """Write a member at an offset; the offset behind it."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), 0o600
+    new.write(at, info.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict"))
+    new.write(at + _BLOCK, data)
+    return at + _padded(len(data))

@@ -1,0 +1,84 @@
+"""`tplayout export`: prefixes as one portable file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tplayout.cli.common import (
+    dry_run_option,
+    emit_json,
+    json_option,
+    open_store,
+    progress,
+    say,
+    secret_option,
+    size,
+    store_options,
+)
+from tplayout.cli.sides import namespace_option, selection_options
+
+if TYPE_CHECKING:
+    from tplayout.admin.bundle import Bundled
+
+EPILOG = """\b
+JSON: {"file", "namespace", "prefixes", "objects", "bytes", "dry_run"}
+"""
+
+
+@click.command("export", epilog=EPILOG)
+@click.argument("url", metavar="URL")
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@namespace_option
+@selection_options
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Objects at the same time. Each takes the memory of up to three.",
+)
+@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@dry_run_option
+@secret_option
+@store_options
+@json_option
+def command(url: str, file: Path, as_json: bool, **options: Any) -> int:
+    """Write prefixes of the store at URL to FILE, for `tplayout import` into another store.
+
+    Say which with --prefix or --tokens; without, all prefixes of the namespace. The file is a plain tar archive, and
+    holds token ids and KV in clear. Everything is verified; a damaged object stops the export.
+    """
+    from tplayout.admin.bundle import export_prefixes
+    from tplayout.admin.chains import build_index
+    from tplayout.admin.namespaces import choose_namespace
+    from tplayout.admin.selection import read_token_file, selected
+    from tplayout.errors import ConfigError
+
+    if file.exists() and not options["force"] and not options["dry_run"]:
+        raise ConfigError(f"{file} is there already: --force replaces it")
+    prompts = [read_token_file(path) for path in options["token_files"]]
+    with open_store(url, options["storage_options"], options["timeout"]) as store, progress("exporting") as tick:
+        origin = choose_namespace(store, options["namespace"], options["secret"])
+        index = build_index(origin, options["jobs"])
+        keys = selected(index, options["prefixes"], prompts, options["salt"])
+        done = export_prefixes(index, keys, file, options["jobs"], tick, options["dry_run"])
+    if as_json:
+        emit_json(_document(done, file, options["dry_run"]))
+    else:
+        would = "would write" if options["dry_run"] else "wrote"
+        say(f"{would} {file}: {done.prefixes} prefixes, {done.objects} objects, {size(done.nbytes)}")
+    return 0
+
+
+def _document(done: Bundled, file: Path, dry_run: bool) -> dict[str, Any]:
+    return {
+        "file": str(file),
+        "namespace": done.namespace,
+        "prefixes": done.prefixes,
+        "objects": done.objects,
+        "bytes": done.nbytes,
+        "dry_run": dry_run,
+    }
