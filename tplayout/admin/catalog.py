@@ -103,8 +103,28 @@ def scan(store: Store, namespace: str | None = None) -> Catalog:
     catalog.namespaces = dict(sorted(catalog.namespaces.items()))
     for found in catalog.namespaces.values():
         found.objects.sort(key=lambda stored: stored.name)
-        _read_document(store, found)
+        read_document(store, found)
     return catalog
+
+
+def read_document(store: Store, namespace: Namespace) -> bool:
+    """Read namespace.json into `document` or `fault`. False if there is none. Raises StorageError."""
+    name = namespace_object(namespace.name)
+    try:
+        data = store.get(name, max_bytes=MAX_DOCUMENT_BYTES)
+        namespace.document = parse_namespace_document(data, namespace.name)
+        namespace.layouts()  # a geometry without a layout is a fault too
+    except NotFound:
+        namespace.info = None  # deleted since it was listed
+        namespace.fault = FormatError(Reason.BAD_NAMESPACE, "it is missing", name)
+        return False
+    except FormatError as error:
+        namespace.document, namespace.fault = None, error.at(name)
+    except StorageError as error:
+        if error.kind not in (StorageErrorKind.TOO_LARGE, StorageErrorKind.SHORT_READ):
+            raise
+        namespace.fault = FormatError(Reason.TOO_LARGE, error.detail, name)
+    return True
 
 
 def hasher_of(document: NamespaceDocument, secret: bytes | None) -> CellHasher:
@@ -160,20 +180,3 @@ def _sort_in(catalog: Catalog, info: ObjectInfo) -> None:
         return
     namespace = catalog.namespaces.setdefault(directory, Namespace(directory))
     namespace.objects.append(Stored(info.key, name.key, name.group_index, info.size, info.modified))
-
-
-def _read_document(store: Store, namespace: Namespace) -> None:
-    name = namespace_object(namespace.name)
-    try:
-        data = store.get(name, max_bytes=MAX_DOCUMENT_BYTES)
-        namespace.document = parse_namespace_document(data, namespace.name)
-        namespace.layouts()  # a geometry without a layout is a fault too
-    except NotFound:
-        namespace.info = None
-        namespace.fault = FormatError(Reason.BAD_NAMESPACE, "it is missing", name)
-    except FormatError as error:
-        namespace.document, namespace.fault = None, error.at(name)
-    except StorageError as error:
-        if error.kind not in (StorageErrorKind.TOO_LARGE, StorageErrorKind.SHORT_READ):
-            raise
-        namespace.fault = FormatError(Reason.TOO_LARGE, error.detail, name)

@@ -19,6 +19,7 @@ VERBS: Mapping[str, str] = {
     "du": "what takes the bytes: namespaces, prefixes, ages",
     "inspect": "namespaces in full, or one chunk: ids, cells, digests, statistics, a picture",
     "verify": "check that every object is what it says, and move aside what is not",
+    "explain": "would this prompt hit, and if not, why",
     "convert": "per-rank shards, chunk sizes and dtypes into one another",
     "cp": "copy stores, namespaces or prefixes, verified",
     "mv": "copy, and delete from the source what has arrived",
