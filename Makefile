@@ -11,6 +11,11 @@ VLLM_OLD ?= 0.31.0
 PY := $(VENV)/bin/python
 URL ?=
 PYTEST_ARGS ?=
+comma := ,
+
+# The demo's and the tests' servers are on this machine: a proxy that is set for the index must not get in between.
+export no_proxy := 127.0.0.1,localhost$(if $(no_proxy),$(comma)$(no_proxy))
+export NO_PROXY := $(no_proxy)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-old setup-ceph demo demo-s3 test test-all lint fmt bench clean distclean
