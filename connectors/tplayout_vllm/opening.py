@@ -12,9 +12,9 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tplayout.cache import check_namespace
+from tplayout.cache.namespace import read_namespace
 from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, Reason, StorageError
-from tplayout.format.digest import make_hasher
+from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.identity import Identity, namespace_document
 from tplayout.model import describe_weights, model_config, read_config, weight_quantization
 from tplayout.staging.plan import StagingPlan
@@ -61,10 +61,9 @@ def open_scheduler_side(
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     placement = place(reports, options.chunk_tokens, model.get_total_num_kv_heads(), parallel.tensor_parallel_size)
     identity = _identity(vllm_config, options, placement)
-    hasher = make_hasher(None, options.secret)
+    hasher = _hasher(options, identity)
     facts = {"digest": hasher.name, "key_id": hasher.key_id, "codec": "none"}
     document = namespace_document(identity, facts, Path(str(model.model)).name)
-    _check_store(options, identity, document)
     writers = tuple(len(ranks) for ranks in placement.writers)
     plan = StagingPlan(
         url=options.url,
@@ -74,6 +73,7 @@ def open_scheduler_side(
         document=document,
         geometry=placement.geometry,
         secret=options.secret,
+        digest=hasher.name,
         slots=1,
         writers=writers,
         io_processes=io_processes(options.io_processes),
@@ -173,11 +173,16 @@ def _model_directory(model: Any) -> Path:
         ) from None
 
 
-def _check_store(options: Options, identity: Identity, document: bytes) -> None:
-    """Look at the namespace once: a conflict refuses the start, an unreachable store only if `strict`."""
+def _hasher(options: Options, identity: Identity) -> CellHasher:
+    """Look at the namespace once, and take over the digest of one that exists.
+
+    A conflict refuses the start, an unreachable store only if `strict`.
+    """
     store = open_store(options.url, options.storage_options, timeout_s=min(options.store_timeout, 10.0))
     try:
-        check_namespace(store, identity, document)
+        found = read_namespace(store, identity)
+        if found is not None:
+            return make_hasher(found.storage.digest, options.secret, found.storage.key_id)
     except StorageError as error:
         if options.strict:
             raise ConfigError(
@@ -202,6 +207,7 @@ def _check_store(options: Options, identity: Identity, document: bytes) -> None:
         raise ConfigError(f"the store {redact(options.url)} holds {fault}") from None
     finally:
         store.close()
+    return make_hasher(None, options.secret)
 
 
 def _size(nbytes: float) -> str:

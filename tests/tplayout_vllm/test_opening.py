@@ -12,7 +12,7 @@ import torch
 from tplayout.errors import ConfigError
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity, namespace_document
-from tplayout_vllm.opening import _check_store, _engine_settings, check_setup
+from tplayout_vllm.opening import _engine_settings, _hasher, check_setup
 from tplayout_vllm.options import Options
 
 
@@ -70,26 +70,42 @@ def test_settings_that_change_kv_are_in_the_identity() -> None:
     assert settings(model_class_overrides={"A": "m:B"}) == {"engine": {"model_class_overrides": {"A": "m:B"}}}
 
 
-def plant(directory: Path, change: Any) -> tuple[Options, Identity, bytes]:
+def plant(directory: Path, change: Any, digest: str = "xxh3-128", **options: Any) -> tuple[Options, Identity]:
     """A store that holds a namespace.json which `change` has been at, and what a server asks it for."""
     geometry = Geometry(16, (Group("full", "full", (0,), 1, (Part("k", 8), Part("v", 8)), "F32"),))
     identity = Identity("label:w", {}, "float32", None, geometry)
-    document = namespace_document(identity, {"digest": "xxh3-128", "key_id": None, "codec": "none"}, "model")
+    document = namespace_document(identity, {"digest": digest, "key_id": None, "codec": "none"}, "model")
     file = directory / identity.namespace / "namespace.json"
     file.parent.mkdir()
     file.write_bytes(change(document))
-    return Options(url=f"file://{directory}"), identity, document
+    return Options(url=f"file://{directory}", **options), identity
 
 
 def test_the_namespace_of_another_model_name_is_ours(tmp_path: Path) -> None:
-    _check_store(*plant(tmp_path, lambda document: document.replace(b'"model": "model"', b'"model": "other"')))
+    _hasher(*plant(tmp_path, lambda document: document.replace(b'"model": "model"', b'"model": "other"')))
+
+
+def test_a_namespace_s_digest_is_taken_over(tmp_path: Path) -> None:
+    assert _hasher(*plant(tmp_path, lambda document: document, "blake3")).name == "blake3"
+
+
+@pytest.mark.parametrize(("secret", "name"), [(None, "xxh3-128"), (b"sixteen bytes or more", "blake3-keyed")])
+def test_a_new_namespace_gets_the_default_digest(tmp_path: Path, secret: bytes | None, name: str) -> None:
+    _, identity = plant(tmp_path, lambda document: document)
+    elsewhere = Options(url=f"file://{tmp_path}/elsewhere", secret=secret)
+    assert _hasher(elsewhere, identity).name == name
+
+
+def test_a_secret_that_is_not_the_namespace_s_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"another namespace.*xxh3-128.*blake3-keyed.*use another 'url'"):
+        _hasher(*plant(tmp_path, lambda document: document, secret=b"sixteen bytes or more"))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100])
 def test_a_damaged_namespace_is_refused_with_the_way_out(tmp_path: Path, keep: int) -> None:
     """After a power loss, say: what was not flushed may be gone."""
     with pytest.raises(ConfigError, match=r"damaged namespace\.json.*remove that file"):
-        _check_store(*plant(tmp_path, lambda document: document[:keep]))
+        _hasher(*plant(tmp_path, lambda document: document[:keep]))
 
 
 def test_a_namespace_of_another_version_is_not_to_be_removed(tmp_path: Path) -> None:
@@ -98,5 +114,5 @@ def test_a_namespace_of_another_version_is_not_to_be_removed(tmp_path: Path) -> 
         return json.dumps({**value, "storage": {**value["storage"], "codec": "zstd"}}).encode()
 
     with pytest.raises(ConfigError, match=r"another namespace.*unsupported-codec.*zstd") as raised:
-        _check_store(*plant(tmp_path, newer))
+        _hasher(*plant(tmp_path, newer))
     assert "remove" not in str(raised.value)
