@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -228,6 +228,7 @@ class VLLMServer:
         if self.process is None:
             return 0.0
         begin = time.monotonic()
+        left_behind = shared_memory_of(self.processes())
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(timeout)
@@ -237,6 +238,7 @@ class VLLMServer:
         seconds = time.monotonic() - begin
         if not self._wait_for_end(5, lambda pid: session_of(pid) == self._session):
             self._kill(lambda pid: session_of(pid) == self._session)
+        remove_shared_memory(left_behind)
         return seconds
 
     def settle(self, timeout: float) -> bool:
@@ -244,6 +246,10 @@ class VLLMServer:
         ended = self._wait_for_end(timeout, lambda pid: True)
         self._kill(lambda pid: True)
         return ended
+
+    def processes(self) -> dict[int, str]:
+        """Everything that this server started and that still lives: {pid: command line}."""
+        return processes_of(self.run, self._session)
 
     @property
     def _session(self) -> int:
@@ -276,11 +282,11 @@ def _session_of(entry: Path) -> int:
     return int((entry / "stat").read_text().rpartition(")")[2].split()[3])
 
 
-def processes_of(run: str, session: int | None = None) -> dict[int, str]:
-    """Living processes that were started with RUN_MARK=run in their environment: {pid: command line}.
+def processes_of(run: str, session: int) -> dict[int, str]:
+    """Living processes of a session, or with RUN_MARK=run in their environment: {pid: command line}.
 
-    session: those of this session id are found too. vLLM's processes set a title, which overwrites the environment
-    that /proc shows.
+    Both are needed: processes that gave themselves a title have overwritten their environment, as /proc shows it, and
+    detached ones have left the session.
     """
     wanted = f"{RUN_MARK}={run}".encode()
     found = {}
@@ -288,9 +294,27 @@ def processes_of(run: str, session: int | None = None) -> dict[int, str]:
         if not entry.name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            marked = wanted in (entry / "environ").read_bytes().split(b"\0")
-            if marked or (session is not None and _session_of(entry) == session):
+            pid = int(entry.name)
+            if session_of(pid) == session or wanted in (entry / "environ").read_bytes().split(b"\0"):
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 if line:  # a zombie has none
-                    found[int(entry.name)] = line
+                    found[pid] = line
     return found
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[Path]:
+    """Files in /dev/shm that these processes have mapped: vLLM's message queues, which it leaves there at SIGTERM."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                _, slash, name = line.partition(" /dev/shm/")
+                if slash:
+                    found.add(Path("/dev/shm") / name.removesuffix(" (deleted)"))
+    return found
+
+
+def remove_shared_memory(paths: Iterable[Path]) -> None:
+    """Remove what `shared_memory_of` found, once its processes have ended."""
+    for path in paths:
+        path.unlink(missing_ok=True)

@@ -2,14 +2,17 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import demo
 import demo_models
 from e2e_engine import Engine, Output, engine
+
+Answers = dict[str, dict[str, Output]]  # prompt -> "cold" or "hit" -> answer
 
 CHUNK = 256
 STORY_TOKENS = 1100  # four full chunks and a bit
@@ -101,46 +104,47 @@ def cold_answer(running: Engine, tokens: list[int], max_tokens: int = ANSWER) ->
 class References:
     """Answers of engines without the connector: each prompt computed cold, then as the engine's own prefix hit.
 
-    One engine run a (model, TP), on first use. TPLAYOUT_E2E_REFERENCES names a directory to keep them in between
-    sessions, for development.
+    All are computed on first use, two engines at a time, since an engine's start keeps one core busy.
+    TPLAYOUT_E2E_REFERENCES names a directory to keep them in between sessions, for development.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.kept = Path(os.environ.get("TPLAYOUT_E2E_REFERENCES") or directory)
-        self.answers: dict[tuple[str, int], dict[str, dict[str, Output]]] = {}
+        self._logs = directory
+        self._kept = Path(os.environ.get("TPLAYOUT_E2E_REFERENCES") or directory)
 
     def hit(self, model: str, tp: int, prompt: str) -> Output:
         """The engine's own prefix hit."""
-        return self._of(model, tp)[prompt]["hit"]
+        return self._answers[model, tp][prompt]["hit"]
 
     def cold(self, model: str, tp: int, prompt: str) -> Output:
         """Computed from the first token on."""
-        return self._of(model, tp)[prompt]["cold"]
+        return self._answers[model, tp][prompt]["cold"]
 
-    def _of(self, model: str, tp: int) -> dict[str, dict[str, Output]]:
-        if (model, tp) not in self.answers:
-            self.answers[model, tp] = self._load(model, tp) or self._compute(model, tp)
-        return self.answers[model, tp]
+    @cached_property
+    def _answers(self) -> dict[tuple[str, int], Answers]:
+        for model, _ in REFERENCES:
+            engine_args(model, 1)  # builds the model, once
+        slowest_first = sorted(REFERENCES, key=lambda case: -case[1])
+        with ThreadPoolExecutor(2) as pool:
+            return dict(zip(slowest_first, pool.map(lambda case: self._answer(*case), slowest_first), strict=True))
 
-    def _file(self, model: str, tp: int) -> Path:
-        return self.kept / f"reference-{model}-tp{tp}.json"
+    def _answer(self, model: str, tp: int) -> Answers:
+        kept = self._kept / f"reference-{model}-tp{tp}.json"
+        if not kept.exists():
+            answers = self._compute(model, tp)
+            plain = {
+                prompt: {kind: asdict(output) for kind, output in both.items()} for prompt, both in answers.items()
+            }
+            kept.write_text(json.dumps(plain))
+        found = json.loads(kept.read_text())
+        return {prompt: {kind: Output(**fields) for kind, fields in both.items()} for prompt, both in found.items()}
 
-    def _load(self, model: str, tp: int) -> dict[str, dict[str, Output]] | None:
-        try:
-            found = json.loads(self._file(model, tp).read_text())
-        except FileNotFoundError:
-            return None
-        return {p: {kind: Output(**fields) for kind, fields in both.items()} for p, both in found.items()}
-
-    def _compute(self, model: str, tp: int) -> dict[str, dict[str, Output]]:
+    def _compute(self, model: str, tp: int) -> Answers:
         answers = {}
-        with engine(engine_args(model, tp), self.directory / f"reference-{model}-tp{tp}.log") as running:
+        with engine(engine_args(model, tp), self._logs / f"reference-{model}-tp{tp}.log") as running:
             for prompt in REFERENCES[model, tp]:
                 both = {kind: running.generate(story(prompt), ANSWER) for kind in ("cold", "hit")}
                 assert both["cold"].cached == 0
                 assert both["hit"].cached >= STORY_TOKENS - 128
                 answers[prompt] = both
-        plain = {p: {kind: asdict(output) for kind, output in both.items()} for p, both in answers.items()}
-        self._file(model, tp).write_text(json.dumps(plain))
         return answers

@@ -161,11 +161,14 @@ class Engine:
         self.kill()
 
     def kill(self) -> None:
-        """End every process of this engine that is still there, by pid."""
-        for pid in self.pids():
+        """End every process of this engine that is still there, by pid, and remove what vLLM leaves then."""
+        pids = self.pids()
+        left_behind = vllm_server.shared_memory_of(pids)
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        vllm_server.remove_shared_memory(left_behind)
 
     def pids(self) -> dict[int, str]:
         """The living processes of this engine: {pid: command line}."""
@@ -177,6 +180,15 @@ class Engine:
         assert found, f"no process named {words!r} in {self.pids()}"
         return found[0]
 
+    def gone(self, words: str, within: float) -> bool:
+        """True once no process whose command line holds `words` lives; False after `within` seconds."""
+        deadline = time.monotonic() + within
+        while any(words in line for line in self.pids().values()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
     def text(self) -> str:
         """Everything that the engine has printed."""
         return self.log.read_text(errors="replace")
@@ -184,16 +196,6 @@ class Engine:
     def tail(self, lines: int = 40) -> str:
         """The last lines of the log."""
         return "\n".join(self.text().splitlines()[-lines:])
-
-
-def gone(run: str, words: str, within: float) -> bool:
-    """True once no process of `run` whose command line holds `words` lives; False after `within` seconds."""
-    deadline = time.monotonic() + within
-    while any(words in line for line in vllm_server.processes_of(run).values()):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 @contextlib.contextmanager

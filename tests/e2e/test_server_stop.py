@@ -12,7 +12,7 @@ from e2e_cases import CHUNK
 from e2e_proxy import Proxy
 from e2e_store import objects, temporary_files, verified
 from s3_server import S3Server
-from vllm_server import Answer, ServerError, VLLMServer, processes_of, transfer_config
+from vllm_server import Answer, ServerError, VLLMServer, transfer_config
 
 MODEL_ARGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096")
 ENDED_S = 25.0  # an I/O process that outlives its server ends within the drain time and one more store operation
@@ -43,11 +43,6 @@ def new_server(s3: S3Server, proxy: Proxy, log: Path, tp: int, *args: str) -> VL
     return VLLMServer(demo_models.ensure("smollm2"), tp, log, more, env)
 
 
-def shared_memory() -> set[str]:
-    """Names in /dev/shm that are not vLLM's own, which it leaves there itself when it is killed."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(("psm_", "sem.", "nccl"))}
-
-
 class Later(threading.Thread):
     """A chat request in the background; `answer` or `error` is set at its end."""
 
@@ -69,7 +64,6 @@ class Later(threading.Thread):
 def first(s3: S3Server, proxy: Proxy, logs: Path) -> Answer:
     """TP=2 without --shutdown-timeout: its store stands still while it answers, so that all is still in staging when
     SIGTERM comes; the store goes on after the server has ended."""
-    before = shared_memory()
     server = new_server(s3, proxy, logs / "stop-at-once.log", 2)
     try:
         server.start()
@@ -78,14 +72,14 @@ def first(s3: S3Server, proxy: Proxy, logs: Path) -> Answer:
         assert answer.cached_tokens == 0
         assert server.stop() < 10
         assert not objects(s3.directory)
-        assert any("io_process" in line for line in processes_of(server.run).values())
+        assert any("io_process" in line for line in server.processes().values())
         proxy.pass_()
         assert server.settle(ENDED_S)
     finally:
         proxy.pass_()
         server.stop()
         server.settle(0)
-    assert shared_memory() == before
+    assert not [path for path in Path("/dev/shm").iterdir() if "tplayout" in path.name]
     return answer
 
 

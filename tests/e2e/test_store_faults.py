@@ -73,6 +73,16 @@ def saves(setup: Setup, seed: int) -> Callable[[], bool]:
     return check
 
 
+def healthy(setup: Setup) -> Callable[[], bool]:
+    """Whether both reading and writing are trusted again. The engine needs steps to find that out."""
+
+    def check() -> bool:
+        setup.engine.generate(noise(5, 0), 1)
+        return setup.engine.metrics()["vllm:tplayout_store_healthy"] == 1
+
+    return check
+
+
 def test_unreachable_at_start_serves_and_says_so(setup: Setup) -> None:
     output = setup.engine.generate(noise(300, 1))
     assert output.cached == 0
@@ -89,8 +99,7 @@ def test_unreachable_at_start_serves_and_says_so(setup: Setup) -> None:
 def test_a_store_that_comes_back_is_used(setup: Setup) -> None:
     setup.proxy.pass_()
     eventually("a save reaches the store", saves(setup, 10_000))
-    setup.engine.generate(noise(5, 3), 1)
-    assert setup.engine.metrics()["vllm:tplayout_store_healthy"] == 1
+    eventually("the store counts as healthy", healthy(setup))
     tokens = noise(2 * CHUNK + 7, 4)
     first = setup.engine.generate(tokens)
     wait_until_stored(setup.root, tokens, 2 * CHUNK)
@@ -103,6 +112,8 @@ def test_a_store_that_comes_back_is_used(setup: Setup) -> None:
 def test_a_hanging_store_delays_a_request_by_its_deadline_only(setup: Setup) -> None:
     """… and while the engine has nothing else to do it does not spin."""
     running = setup.engine
+    setup.proxy.pass_()
+    eventually("the store counts as healthy", healthy(setup))
     tokens = noise(2 * CHUNK + 8, 5)
     first = running.generate(tokens)
     wait_until_stored(setup.root, tokens, 2 * CHUNK)
@@ -124,7 +135,7 @@ def test_a_hanging_store_delays_a_request_by_its_deadline_only(setup: Setup) -> 
 def test_other_requests_run_while_one_waits(setup: Setup) -> None:
     running = setup.engine
     tokens, other = noise(2 * CHUNK + 9, 6), noise(40, 7)
-    eventually("the store works again", saves(setup, 30_000))
+    eventually("the store counts as healthy", healthy(setup))
     first = running.generate(tokens)
     wait_until_stored(setup.root, tokens, 2 * CHUNK)
     forget(running)
@@ -134,7 +145,7 @@ def test_other_requests_run_while_one_waits(setup: Setup) -> None:
     assert running.generate(other, 4).total_s < LOAD_DEADLINE_S / 2
     assert waiting.abort()
     setup.proxy.pass_()
-    eventually("the store works again", saves(setup, 50_000))
+    eventually("the store counts as healthy", healthy(setup))
     forget(running)
     assert_same(running.generate(tokens), first)
 

@@ -6,10 +6,13 @@ the same TP size without the connector gives as its own prefix hit.
 
 from pathlib import Path
 
+import demo_models
 from e2e_cases import CHUNK, References, assert_same, story
 from e2e_engine import Output
 from e2e_store import stored_prefix, verified
 from e2e_tp_runs import FULL, Read, Run, run
+
+from tplayout import Cache, describe_model
 
 
 def check_read(read: Read, reference: Output) -> None:
@@ -67,6 +70,13 @@ def test_what_is_stored_is_never_written_again(tp4: Run, tp2: Run, tp1: Run) -> 
 
 def test_every_object_verifies(tp_root: Path, tp4_reads: Run) -> None:
     assert len(verified(tp_root)) == 3 * FULL // CHUNK
+
+
+def test_the_python_api_finds_what_vllm_stored(tp_root: Path, tp4: Run) -> None:
+    identity = describe_model(demo_models.ensure("smollm2"), compute_dtype="float32")
+    with Cache.open(f"file://{tp_root}", identity, create=False) as cache:
+        prefix = cache.longest_prefix(story("a"), verify=True)
+    assert prefix.tokens == FULL
 
 
 def test_tp3_to_tp1(tmp_path: Path, logs: Path, references: References) -> None:
