@@ -25,7 +25,7 @@ class FaultyStore:
         if verb not in VERBS:
             return real
 
-        def act(*args):
+        def act(*args, **options):
             with open(os.environ["TPLAYOUT_TEST_FAULTS"]) as file:
                 fault = json.load(file).get(verb, {})
             time.sleep(fault.get("delay", 0))
@@ -33,7 +33,7 @@ class FaultyStore:
                 time.sleep(60)
             if "error" in fault:
                 raise StorageError("made up", StorageErrorKind(fault["error"]))
-            return real(*args)
+            return real(*args, **options)
 
         return act
 

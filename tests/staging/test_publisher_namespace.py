@@ -7,10 +7,10 @@ import pytest
 
 from tplayout.format.digest import make_hasher
 from tplayout.format.geometry import Geometry, Group, Part
-from tplayout.format.identity import Identity, namespace_document
+from tplayout.format.identity import MAX_DOCUMENT_BYTES, Identity, namespace_document
 from tplayout.format.keys import namespace_object
-from tplayout.staging.io_jobs import NAMESPACE_DIFFERS, Bench, Publisher
-from tplayout.staging.protocol import Save
+from tplayout.staging.io_jobs import NAMESPACE_DIFFERS, Bench, Publisher, probe
+from tplayout.staging.protocol import Probe, Save
 from tplayout.storage.base import Store
 from tplayout.storage.url import open_store
 
@@ -31,11 +31,16 @@ def document(model: str, digest: str = "xxh3-128") -> bytes:
     return namespace_document(IDENTITY, {"digest": digest, "key_id": None, "codec": "none"}, model)
 
 
+NOTHING = Save(job=1, slot=0, generation=1, groups=(), key="00" * 32, replace=False, sealed=True)
+
+
+def bench(store: Store, ours: bytes) -> Bench:
+    return Bench(store, None, (), make_hasher(), IDENTITY.digest(), ours)  # type: ignore[arg-type]  # no region needed
+
+
 def publish(store: Store, ours: bytes) -> Any:
     """Publish no groups at all: what is left is the document."""
-    bench = Bench(store, None, (), make_hasher(), IDENTITY.digest(), ours)  # type: ignore[arg-type]  # no region needed
-    job = Save(job=1, slot=0, generation=1, groups=(), key="00" * 32, replace=False, sealed=True)
-    return Publisher(bench).publish(job)
+    return Publisher(bench(store, ours)).publish(NOTHING)
 
 
 def test_the_first_server_names_the_model_and_others_share(store: Store) -> None:
@@ -58,3 +63,33 @@ def test_a_damaged_document_is_left_alone(store: Store) -> None:
     assert (saved.outcome, saved.kind) == ("error", NAMESPACE_DIFFERS)
     assert NAME in saved.detail
     assert store.get(NAME) == b"{"
+
+
+def test_a_store_that_was_emptied_gets_its_document_again(store: Store) -> None:
+    now = [0.0]
+    publisher = Publisher(bench(store, document("a")), clock=lambda: now[0])
+    publisher.publish(NOTHING)
+    store.delete([NAME])
+    now[0] = 59.0
+    publisher.publish(NOTHING)
+    assert store.exists([NAME]) == [False]
+    now[0] = 60.0
+    publisher.publish(NOTHING)
+    assert store.get(NAME) == document("a")
+
+
+def test_a_document_that_is_replaced_while_we_run_is_noticed(store: Store) -> None:
+    now = [0.0]
+    publisher = Publisher(bench(store, document("a")), clock=lambda: now[0])
+    publisher.publish(NOTHING)
+    store.put(NAME, document("a", digest="blake3"))
+    now[0] = 60.0
+    for _ in range(2):  # and every time from then on
+        assert publisher.publish(NOTHING).kind == NAMESPACE_DIFFERS
+
+
+def test_a_planted_document_is_not_read_whole(store: Store) -> None:
+    store.put(NAME, bytes(MAX_DOCUMENT_BYTES + 1))
+    saved = publish(store, document("a"))
+    assert (saved.outcome, saved.kind) == ("error", "too-large")
+    assert probe(bench(store, b""), Probe(1)).kind == ""

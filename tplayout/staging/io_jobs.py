@@ -4,8 +4,10 @@ Layer: storage and format on the region's memory. Knows no sockets, threads or q
 in-process.
 """
 
+import math
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -13,12 +15,14 @@ from tplayout.cache.namespace import check_document
 from tplayout.errors import FormatError, NamespaceMismatch, NotFound, Reason, StorageError, StorageErrorKind
 from tplayout.format.chunk import ChunkLayout, read_chunk_id, verify, write_digests
 from tplayout.format.digest import CellHasher
+from tplayout.format.identity import MAX_DOCUMENT_BYTES
 from tplayout.format.keys import namespace_object, object_name
 from tplayout.staging.protocol import NAMESPACE_DIFFERS, Load, Loaded, Probe, Probed, Save, Saved
 from tplayout.staging.region import Region
 from tplayout.storage.base import Store
 
 _TOUCH_S = 1.0
+_DOCUMENT_S = 60.0  # between looks at namespace.json
 
 
 @dataclass(frozen=True)
@@ -103,11 +107,12 @@ def seal(bench: Bench, job: Save) -> None:
 class Publisher:
     """Puts sealed slots into the store, and namespace.json before the first of them."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, clock: Callable[[], float] = time.monotonic) -> None:
         """Nothing is known about the store yet."""
         self._bench = bench
+        self._clock = clock
         self._lock = threading.Lock()
-        self._documented = not bench.document
+        self._document_at = -math.inf if bench.document else math.inf  # when it was last seen
 
     def publish(self, job: Save) -> Saved:
         """Put each group's object, unless it is there and need not be replaced. The slot must be sealed."""
@@ -145,25 +150,26 @@ class Publisher:
     def _document(self) -> None:
         """Write namespace.json if it is missing. Raises FormatError or NamespaceMismatch if another one is there."""
         with self._lock:
-            if self._documented:
+            # Again now and then: the store may have been emptied while we run.
+            if self._clock() - self._document_at < _DOCUMENT_S:
                 return
             name = namespace_object(self._bench.namespace_name)
             try:
-                found = self._bench.store.get(name)
+                found = self._bench.store.get(name, max_bytes=MAX_DOCUMENT_BYTES)
             except NotFound:
                 self._bench.store.put(name, self._bench.document)
                 found = self._bench.document
             if found != self._bench.document:  # the model may just be called something else there
                 check_document(found, self._bench.document, self._bench.namespace_name)
-            self._documented = True
+            self._document_at = self._clock()
 
 
 def probe(bench: Bench, job: Probe) -> Probed:
     """Read namespace.json: whether it is there does not matter, only that the store answers."""
     try:
-        bench.store.get(namespace_object(bench.namespace_name))
-    except NotFound:
-        pass
+        bench.store.get(namespace_object(bench.namespace_name), max_bytes=MAX_DOCUMENT_BYTES)
     except StorageError as error:
+        if error.kind in (StorageErrorKind.NOT_FOUND, StorageErrorKind.TOO_LARGE):
+            return Probed(job.job, "", "")
         return Probed(job.job, error.kind.value, str(error))
     return Probed(job.job, "", "")
