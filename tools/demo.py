@@ -32,6 +32,7 @@ LOGS = ROOT / ".demo"
 TEXT = Path(__file__).with_name("demo_text.txt")
 CHUNK_TOKENS = 256
 ANSWER_TOKENS = 32
+DEADLINE_MS = 30_000  # two cores that are busy with other things may need longer than the default
 HEARTBEAT_S = 5.0
 PUBLISH_S = 60.0
 QUESTION = "In one sentence: who is the keeper of the lighthouse, and what happened in this story?"
@@ -178,7 +179,7 @@ class Demo:
         log = LOGS / f"tp{tp}.log"
         log.unlink(missing_ok=True)
         args = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--block-size", str(block_size)]
-        args += ["--kv-transfer-config", transfer_config(self.url, chunk_tokens=CHUNK_TOKENS)]
+        args += ["--kv-transfer-config", transfer_config(self.url, chunk_tokens=CHUNK_TOKENS, load_deadline_ms=DEADLINE_MS)]
         server = VLLMServer(model, tp, log, args, self.env, name="smollm2", dev_mode=True)
         try:
             with self.progress.doing(f"starting vLLM at TP={tp}, blocks of {block_size} tokens (log: {relative(log)})"):
