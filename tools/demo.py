@@ -179,7 +179,10 @@ class Demo:
         log = LOGS / f"tp{tp}.log"
         log.unlink(missing_ok=True)
         args = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--block-size", str(block_size)]
-        args += ["--kv-transfer-config", transfer_config(self.url, chunk_tokens=CHUNK_TOKENS, load_deadline_ms=DEADLINE_MS)]
+        args += [
+            "--kv-transfer-config",
+            transfer_config(self.url, chunk_tokens=CHUNK_TOKENS, load_deadline_ms=DEADLINE_MS),
+        ]
         server = VLLMServer(model, tp, log, args, self.env, name="smollm2", dev_mode=True)
         try:
             with self.progress.doing(f"starting vLLM at TP={tp}, blocks of {block_size} tokens (log: {relative(log)})"):
