@@ -258,6 +258,22 @@ def test_a_document_of_another_namespace_is_misnamed(store):
     assert summary(verify_store(store)) == {f"{ours.namespace}/namespace.json": "misnamed wrong-namespace"}
 
 
+def test_foreign_files_that_no_key_can_name_are_found_and_left_to_people(store):
+    cache = Cache.open(store, identity())
+    fill(cache, range(4))
+    odd = file_of(store.url, f"{cache.namespace}/two words \udcff.txt")
+    odd.write_bytes(b"1")
+    link = file_of(store.url, "link")
+    link.symlink_to(odd)
+    report = verify_store(store)
+    found = {finding.name: finding for finding in report.damage}
+    assert found.keys() == {f"{cache.namespace}/two words \ufffd.txt", "link"}
+    assert found["link"].fix == f"rm -- {link}"
+    assert plan(report.findings, ON_REQUEST) == [] or {one.name for one in plan(report.findings, ON_REQUEST)} == {
+        "link"
+    }
+
+
 def test_orphan_temporaries_are_told_and_removed_on_request(store):
     cache = Cache.open(store, identity())
     (chunk,) = fill(cache, range(4))

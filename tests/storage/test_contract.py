@@ -376,6 +376,10 @@ class StoreContract:
         store.remove_temporaries(left)
         assert list(store.temporaries()) == []
 
+    def test_what_is_written_here_is_no_stranger(self, store: Store) -> None:
+        store.put("ns/aa/k", b"data")
+        assert list(store.strangers()) == []
+
     def test_only_temporaries_can_be_removed_as_such(self, store: Store) -> None:
         store.put("ns/k", b"")
         for key in ("ns/k", "../.x.1.0123456789abcdef.tmp", ".x.tmp", "ns"):

@@ -124,6 +124,21 @@ def test_temporaries_are_recognised_and_never_listed(store: LocalStore, root: Pa
     assert files(root) == ["ns/ab/.hidden", "ns/ab/a b", "ns/ab/k.0.safetensors"]
 
 
+def test_files_that_no_key_can_name_are_strangers(store: LocalStore, root: Path) -> None:
+    assert list(store.strangers()) == []
+    store.put("ns/aa/k", b"data")
+    (root / "ns" / "aa" / ".k.1.0123456789abcdef.tmp").write_bytes(b"half")
+    (root / "two words.txt").write_bytes(b"12345")
+    (root / ".hidden" / "in here").mkdir(parents=True)
+    (root / ".hidden" / "in here" / "k").write_bytes(b"")
+    (root / "ns" / "link").symlink_to("aa/k")
+    os.mkfifo(root / "ns" / "pipe")
+    found = {info.key: info.size for info in store.strangers()}
+    assert found.keys() == {"two words.txt", ".hidden/in here/k", "ns/link", "ns/pipe"}
+    assert found["two words.txt"] == 5
+    assert [info.key for info in store.list()] == ["ns/aa/k"]
+
+
 def test_a_failed_write_removes_its_temporary(store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def rename(*args: object, **kwargs: object) -> None:
         assert [is_temporary(Path(path).name) for path in files(root)] == [True]

@@ -142,6 +142,9 @@ class FaultStore(Store):
     def _temporaries(self, deadline: Deadline) -> Iterator[ObjectInfo]:
         return self._inner.temporaries(deadline=_seconds(deadline))
 
+    def _strangers(self, deadline: Deadline) -> Iterator[ObjectInfo]:
+        return self._inner.strangers(deadline=_seconds(deadline))
+
     def _remove_temporaries(self, keys: Sequence[str], deadline: Deadline) -> None:
         self._inner.remove_temporaries(keys, deadline=_seconds(deadline))
 

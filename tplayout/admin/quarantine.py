@@ -38,7 +38,8 @@ class Move:
 
 def plan(findings: Iterable[Finding], also: Collection[Kind] = ()) -> list[Finding]:
     """The findings that a quarantine would act on. also: kinds of ON_REQUEST."""
-    return [finding for finding in findings if finding.kind in ALWAYS or finding.kind in also]
+    chosen = [finding for finding in findings if finding.kind in ALWAYS or finding.kind in also]
+    return [finding for finding in chosen if not finding.by_hand]
 
 
 def quarantine(

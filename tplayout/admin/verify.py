@@ -6,6 +6,7 @@ them is sound: nothing wrong can be read from it.
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -34,6 +35,7 @@ class Finding:
     """Something that is not as it should be. name: of the object; fix: the command that mends it.
 
     reason: a format reason, a storage error's kind, or the kind once more. objects: names, where several are meant.
+    by_hand: no verb of the store takes it.
     """
 
     kind: Kind
@@ -44,6 +46,7 @@ class Finding:
     nbytes: int = 0
     home: str | None = None
     objects: tuple[str, ...] = ()
+    by_hand: bool = False
 
     @property
     def is_damage(self) -> bool:
@@ -120,6 +123,7 @@ def verify_store(
         report.findings.extend(_foreign(store, catalog))
         if not only:
             if namespace is None:
+                report.findings.extend(_strangers(store))
                 report.findings.extend(_temporaries(store, temporary_age))
             report.findings.extend(_gaps(store, catalog, sound, report))
     except BaseException:
@@ -238,6 +242,25 @@ def _foreign(store: Store, catalog: Catalog) -> Iterator[Finding]:
     for info in catalog.foreign:
         fix = fix_of(store, Kind.FOREIGN, [info.key])
         yield Finding(Kind.FOREIGN, info.key, Reason.BAD_NAME, "no name that tplayout writes", fix, info.size)
+
+
+def _strangers(store: Store) -> Iterator[Finding]:
+    for info in store.strangers():
+        name = os.fsencode(info.key).decode("utf-8", "replace")
+        detail = "a name, or a kind of file, that no store verb takes: move it by hand"
+        fix = _by_hand(store, name)
+        yield Finding(Kind.FOREIGN, name, Reason.BAD_NAME, detail, fix, info.size, by_hand=True)
+
+
+def _by_hand(store: Store, name: str) -> str:
+    """The command that takes away what no key can name."""
+    if store.url.startswith("file://"):
+        return shlex.join(["rm", "--", f"{store.url.removeprefix('file://')}/{name}"])
+    if store.url.startswith("s3://"):
+        return shlex.join(["aws", "s3", "rm", f"{store.url}/{name}"])
+    return shlex.join(
+        ["python", "-c", f"import fsspec; fs, path = fsspec.url_to_fs({f'{store.url}/{name}'!r}); fs.rm(path)"]
+    )
 
 
 def _temporaries(store: Store, least_age: float) -> Iterator[Finding]:

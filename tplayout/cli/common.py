@@ -5,6 +5,7 @@ Text that comes from a store is shown without control characters: whoever may wr
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
@@ -29,6 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 SECRET_ENV = "TPLAYOUT_SECRET_KEY"
 _UNITS = {"": 0, "B": 0, "K": 1, "KI": 1, "KIB": 1, "M": 2, "MI": 2, "MIB": 2, "G": 3, "GI": 3, "GIB": 3}
 _UNITS |= {"T": 4, "TI": 4, "TIB": 4}
+_NO_LIMIT = 4096  # columns of a table in a pipe
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -154,14 +156,19 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         drawn.add_column(Text(name.lstrip(">")), justify="right" if right else "left", overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(plain(cell)) for cell in row))
-    console().print(drawn)
+    if sys.stdout.isatty():
+        _console(sys.stdout, None).print(drawn)
+        return
+    text = io.StringIO()
+    _console(text, _NO_LIMIT).print(drawn)
+    click.echo("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
 
 
-def console() -> Console:
-    """Rich's console for stdout: as wide as the terminal, or without a limit."""
+def _console(stream: TextIO, width: int | None) -> Console:
+    """Rich's console, which takes text as it is. width: None for the terminal's."""
     from rich.console import Console
 
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 4096, highlight=False)
+    return Console(file=stream, width=width, highlight=False)
 
 
 @contextmanager

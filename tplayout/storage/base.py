@@ -130,6 +130,12 @@ class Store(ABC):
         if names:
             self._remove_temporaries(names, limit)
 
+    def strangers(self, *, deadline: float | None = None) -> Iterator[ObjectInfo]:
+        """Files that no key can name and no writer of ours left, as far as the store tells. Lazy, like `list`.
+
+        Their names are no object keys, and may hold any character: no verb takes them."""
+        return self._strangers(self._deadline("strangers", "", deadline))
+
     def close(self) -> None:
         """Let go of connections. Other verbs raise Unavailable afterwards; closing again does nothing."""
         if not self._closed:
@@ -165,6 +171,9 @@ class Store(ABC):
 
     def _remove_temporaries(self, keys: Sequence[str], deadline: Deadline) -> None:
         return
+
+    def _strangers(self, deadline: Deadline) -> Iterator[ObjectInfo]:
+        return iter(())
 
     def _close(self) -> None:
         return
@@ -245,6 +254,11 @@ def is_key(text: str) -> bool:
 def is_temporary(name: str) -> bool:
     """True if name, a last component, is that of a file being written."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_stranger(path: str) -> bool:
+    """True if path is neither an object's name nor a temporary's."""
+    return not is_key(path) and not is_temporary(path.rpartition("/")[2])
 
 
 def temporary_name(name: str) -> str:

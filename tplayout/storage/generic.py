@@ -23,6 +23,7 @@ from tplayout.storage.base import (
     ObjectInfo,
     Store,
     is_key,
+    is_stranger,
     is_temporary,
     temporary_name,
 )
@@ -154,6 +155,9 @@ class GenericStore(Store):
             return iter(())
         found = self._find("temporaries", "", deadline)
         return (info for info in found if is_temporary(info.key.rpartition("/")[2]))
+
+    def _strangers(self, deadline: Deadline) -> Iterator[ObjectInfo]:
+        return (info for info in self._find("strangers", "", deadline) if is_stranger(info.key))
 
     def _delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         for key in keys:

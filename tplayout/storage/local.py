@@ -7,6 +7,7 @@ calls run on daemon threads, so that a file system that hangs costs its callers 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -16,7 +17,16 @@ from typing import TypeVar
 
 from tplayout.errors import Forbidden, NotFound, StorageError, StorageErrorKind, StorageFull, Unavailable
 from tplayout.storage import beneath
-from tplayout.storage.base import DEFAULT_TIMEOUT_S, Bools, ObjectInfo, Store, is_key, is_temporary, temporary_name
+from tplayout.storage.base import (
+    DEFAULT_TIMEOUT_S,
+    Bools,
+    ObjectInfo,
+    Store,
+    is_key,
+    is_stranger,
+    is_temporary,
+    temporary_name,
+)
 from tplayout.storage.bounded import Deadline, Lease, Workers
 
 T = TypeVar("T")
@@ -147,6 +157,32 @@ class LocalStore(Store):
 
     def _remove_temporaries(self, keys: Sequence[str], deadline: Deadline) -> None:
         self._delete(keys, deadline)
+
+    def _strangers(self, deadline: Deadline) -> Iterator[ObjectInfo]:
+        stack = [""]
+        while stack:
+            infos, below = self._call("strangers", "", partial(self._odd, stack.pop()), deadline.again())
+            stack.extend(sorted(below, reverse=True))
+            yield from infos
+
+    def _odd(self, directory: str) -> tuple[list[ObjectInfo], list[str]]:
+        """What lies in a directory and is no object and no temporary, links and devices included; its directories."""
+        infos: list[ObjectInfo] = []
+        below: list[str] = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, beneath.NotPlain):
+            fd = beneath.open_directory(self._root, directory.split("/") if directory else [])
+            try:
+                with os.scandir(fd) as entries:
+                    for entry in entries:
+                        path = f"{directory}/{entry.name}" if directory else entry.name
+                        if entry.is_dir(follow_symlinks=False):
+                            below.append(path)
+                        elif is_stranger(path) or not entry.is_file(follow_symlinks=False):
+                            about = entry.stat(follow_symlinks=False)
+                            infos.append(ObjectInfo(path, about.st_size, about.st_mtime))
+            finally:
+                os.close(fd)
+        return infos, below
 
     def _walk(self, verb: str, prefix: str, wanted: Callable[[str], bool], deadline: Deadline) -> Iterator[ObjectInfo]:
         """Files whose last component is wanted; one directory is one page, with its own deadline."""

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from s3fs import S3FileSystem
 
 from tplayout.errors import StorageError, StorageErrorKind, Unavailable
-from tplayout.storage.base import DEFAULT_TIMEOUT_S, Bools, ObjectInfo, Store, is_key
+from tplayout.storage.base import DEFAULT_TIMEOUT_S, Bools, ObjectInfo, Store, is_key, is_stranger
 from tplayout.storage.bounded import Deadline, Lease
 from tplayout.storage.redact import Scrubber
 from tplayout.storage.s3_errors import Misconfigured, from_code, from_exception
@@ -142,17 +142,23 @@ class S3Store(Store):
         return self._run("exists", keys[0], heads, deadline)
 
     def _list(self, prefix: str, deadline: Deadline) -> Iterator[ObjectInfo]:
+        return (info for info in self._find("list", prefix, deadline) if is_key(info.key))
+
+    def _strangers(self, deadline: Deadline) -> Iterator[ObjectInfo]:
+        return (info for info in self._find("strangers", "", deadline) if is_stranger(info.key))
+
+    def _find(self, verb: str, prefix: str, deadline: Deadline) -> Iterator[ObjectInfo]:
+        """Everything below the root whose name starts with prefix; each page has its own deadline."""
         more: dict[str, str] = {}
 
         async def page() -> Any:
-            return await self._call("list", prefix, "list_objects_v2", Prefix=self._root + prefix, **more)
+            return await self._call(verb, prefix, "list_objects_v2", Prefix=self._root + prefix, **more)
 
         while True:
-            answer = self._run("list", prefix, page, deadline.again())
+            answer = self._run(verb, prefix, page, deadline.again())
             for entry in answer.get("Contents") or []:
                 key = str(entry["Key"]).removeprefix(self._root)
-                if is_key(key):
-                    yield ObjectInfo(key, int(entry["Size"]), entry["LastModified"].timestamp())
+                yield ObjectInfo(key, int(entry["Size"]), entry["LastModified"].timestamp())
             if not answer.get("IsTruncated"):
                 return
             more = {"ContinuationToken": answer["NextContinuationToken"]}
