@@ -139,12 +139,13 @@ class SimEngine:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(
-        self, text: Text, prompt: int, outputs: int = 4, name: str | None = None, priority: int = 0, **more: Any
-    ) -> str:
-        """A request for a text's first `prompt` tokens."""
-        name = name or f"r{len(self.requests)}"
-        params = SamplingParams(max_tokens=outputs, ignore_eos=True, **more)
+    def add(self, text: Text, prompt: int, outputs: int = 4, skip: bool = False, priority: int = 0) -> str:
+        """A request for a text's first `prompt` tokens. skip: it must not read caches, as for prompt log-probabilities.
+
+        Returns its name.
+        """
+        name = f"r{len(self.requests)}"
+        params = SamplingParams(max_tokens=outputs, ignore_eos=True, skip_reading_prefix_cache=skip)
         request = Request(
             name,
             list(text.upto(prompt)),

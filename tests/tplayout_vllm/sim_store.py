@@ -9,9 +9,8 @@ from sim_config import Setup
 from sim_engine import SimEngine
 from sim_model import VOCABULARY, SimModel, Text
 
-from tplayout.format.chunk import chunk_layout, verify
+from tplayout.format.chunk import ChunkLayout, chunk_layout, verify
 from tplayout.format.digest import make_hasher
-from tplayout.format.geometry import Geometry
 from tplayout.format.keys import EXTRA_SALT, chain, object_name, parse_object_name
 
 
@@ -58,7 +57,8 @@ class Sim:
     def _check(self, key: bytes, group: int, path: Path) -> bool:
         assert key in self._expected, f"{path.name} is of a text that nobody asked about"
         side, model = self.engines[-1].connector._scheduler, self.engines[-1].model
-        check_object(model, side._staging.geometry, side._namespace, key, group, path, self._expected[key])
+        layout = chunk_layout(side._staging.geometry, group, side._staging.digest)
+        check_object(model, layout, side._namespace, key, path, self._expected[key])
         return True
 
     def _histories(self) -> dict[bytes, np.ndarray]:
@@ -89,12 +89,11 @@ class Sim:
 
 
 def check_object(
-    model: SimModel, geometry: Geometry, namespace: bytes, key: bytes, group: int, path: Path, history: np.ndarray
+    model: SimModel, layout: ChunkLayout, namespace: bytes, key: bytes, path: Path, history: np.ndarray
 ) -> None:
     """A stored object is valid, and each cell is the KV of its tokens."""
     data = path.read_bytes()
-    layout = chunk_layout(geometry, group, "xxh3-128")
-    verify(data, layout, namespace, key, make_hasher(None, None))
+    verify(data, layout, namespace, key, make_hasher(layout.digest_name))
     for head in range(model.heads):
         for position, layer in enumerate(layout.group.layers):
             span = layout.cell_range(head, position)
