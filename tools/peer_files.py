@@ -1,0 +1,123 @@
+"""Writes small files of other KV caches with these caches' own code, for the tests of `tplayout convert`.
+
+    python tools/peer_files.py OUT
+
+vLLM's file-system tier: `FileMapper` names the files and `batch_store_block` writes them, from rows laid out as
+`SharedOffloadRegion` documents them. ExampleConnector: its own `save_kv_layer`. Needs vLLM; the values are `value()`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+TOKENS, HEADS, LAYERS, DIM, BLOCK = 32, 4, 2, 8, 8
+PROMPT = [int(n) for n in np.random.default_rng(5).integers(0, 12, TOKENS)]  # some tokens occur twice
+
+
+def values() -> Any:
+    """KV [layer, part, token, head, dim] of the prompt as float16: V of layer 0 depends on the token alone."""
+    random = np.random.default_rng(7)
+    kv = random.standard_normal((LAYERS, 2, TOKENS, HEADS, DIM)).astype("f2")
+    table = random.standard_normal((12, HEADS, DIM)).astype("f2")
+    kv[0, 1] = table[PROMPT]
+    return kv
+
+
+def tier(root: Path, tp: int, blocks_per_file: int, layout: str, canonical: bool, agnostic: bool) -> None:
+    """One run of the tier. layout: "nhd" or "hnd"."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_offload.base import make_offload_key
+    from vllm.v1.kv_offload.file_mapper import FileMapper
+    from vllm.v1.kv_offload.tiering.fs.io import batch_store_block
+
+    groups = [{"tokens_per_block": BLOCK, "layer_names": [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]}]
+    mapper = FileMapper(
+        str(root), "org/model", BLOCK, blocks_per_file, tp, 1, 1, 1, 0, "float16", groups,
+        parallel_agnostic=agnostic, canonical_format=f"v1-{layout}" if canonical else None,
+    )  # fmt: skip
+    kv_cache_utils.init_none_hash(sha256)
+    hashes, parent = [], None
+    for start in range(0, TOKENS, BLOCK):
+        parent = kv_cache_utils.hash_block_tokens(sha256, parent, PROMPT[start : start + BLOCK], None)
+        hashes.append(parent)
+    keys = [make_offload_key(each, 0) for each in hashes[blocks_per_file - 1 :: blocks_per_file]]
+    # K and V adjacent per token and head: [token, head, 2*dim]
+    packed = np.concatenate([values()[:, 0], values()[:, 1]], axis=-1)
+    shards = [packed] if canonical else np.split(packed, tp, axis=2)
+    rows = [_row(shards, start, blocks_per_file, layout) for start in range(0, TOKENS, BLOCK * blocks_per_file)]
+    buffer = np.stack(rows)
+    Path(mapper.get_config_file_path()).parent.mkdir(parents=True)
+    Path(mapper.get_config_file_path()).write_text(json.dumps(mapper.get_run_config(), indent=2, sort_keys=True))
+    size = buffer.shape[1]
+    names = [mapper.get_file_name(key) for key in keys]
+    batch_store_block(names, buffer.data, [size * number for number in range(len(keys))], size, False)
+
+
+def _row(shards: Any, start: int, blocks: int, layout: str) -> Any:
+    """One chunk: for each worker its layers, for each layer its blocks; padded to a page of memory."""
+    pages = []
+    for shard in shards:
+        for layer in range(LAYERS):
+            for block in range(blocks):
+                at = start + block * BLOCK
+                page = shard[layer, at : at + BLOCK]
+                pages.append((page if layout == "nhd" else page.transpose(1, 0, 2)).tobytes())
+    data = b"".join(pages)
+    return np.frombuffer(data.ljust(-(-len(data) // 4096) * 4096, b"\0"), "i1")
+
+
+def example_connector(root: Path, backend: str, heads: int) -> None:
+    """A prompt as ExampleConnector saves it. backend: "gpu" or "cpu"; heads: less than HEADS is one rank of several."""
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector as module
+
+    connector = object.__new__(module.ExampleConnector)
+    connector._block_size = BLOCK
+    connector._storage_path = str(root)
+    request = module.ReqMeta.make_meta([*PROMPT, 1], list(range(TOKENS // BLOCK)), BLOCK, True, [])
+    metadata = SimpleNamespace(requests=[request])
+    connector._get_connector_metadata = lambda: metadata
+    module.ExampleConnectorMetadata = SimpleNamespace  # it only checks the type
+    root.mkdir(parents=True, exist_ok=True)
+    for layer in range(LAYERS):
+        k, v = torch.from_numpy(values()[layer])[:, :, :heads]
+        cache = torch.empty(TOKENS // BLOCK, heads, BLOCK, 2 * DIM, dtype=torch.float16)
+        for block in range(TOKENS // BLOCK):
+            span = slice(block * BLOCK, (block + 1) * BLOCK)
+            for head in range(heads):
+                if backend == "gpu":
+                    cache[block, head] = torch.cat([k[span, head], v[span, head]], dim=-1)
+                else:  # K by element, V by token
+                    flat = torch.cat([k[span, head].T.reshape(-1), v[span, head].reshape(-1)])
+                    cache[block, head] = flat.reshape(BLOCK, 2 * DIM)
+        connector.save_kv_layer(f"model.layers.{layer}.self_attn.attn", cache, None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    out = parser.parse_args().out
+    tier(out / "tier-tp1", 1, 1, "hnd", False, False)
+    tier(out / "tier-tp2", 2, 2, "hnd", False, False)
+    tier(out / "tier-tp2-agnostic", 2, 1, "nhd", False, True)
+    tier(out / "tier-canonical-hnd", 2, 2, "hnd", True, True)
+    tier(out / "tier-canonical-nhd", 4, 1, "nhd", True, True)
+    example_connector(out / "example-gpu", "gpu", HEADS)
+    example_connector(out / "example-cpu", "cpu", HEADS)
+    example_connector(out / "example-tp2", "cpu", HEADS // 2)
+    np.save(out / "values.npy", values())
+    import vllm
+
+    note = f"Written by tools/peer_files.py with vLLM {vllm.__version__}: python tools/peer_files.py tests/data/peers\n"
+    (out / "README").write_text(note + f"Prompt: {PROMPT}\n")
+
+
+if __name__ == "__main__":
+    main()

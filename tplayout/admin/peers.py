@@ -1,0 +1,113 @@
+"""Other caches' files of one prompt into a namespace, and a namespace's prompt into vLLM's tier.
+
+The formats hold no token ids, so each run converts one prompt, whose tokens the user gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tplayout.admin.chains import build_index
+from tplayout.admin.convert import Report, target_namespace
+from tplayout.admin.namespaces import OpenNamespace
+from tplayout.admin.pages import PagedSource, check_statement
+from tplayout.admin.progress import Progress, silent
+from tplayout.admin.selection import prompt_chunks
+from tplayout.admin.transfer import read_prefix, store_prefix
+from tplayout.admin.vllm_tier import Rows, Tier, TierWriter, write_config
+from tplayout.errors import ConfigError
+from tplayout.format.identity import Identity
+from tplayout.format.keys import chain
+from tplayout.storage.base import Store
+
+
+def import_prompt(
+    source: PagedSource,
+    tokens: Sequence[int],
+    identity: Identity,
+    store: Store,
+    stated: str,
+    unchecked: bool = False,
+    secret: bytes | None = None,
+    model: str = "",
+    jobs: int = 1,
+    progress: Progress = silent,
+    dry_run: bool = False,
+) -> Report:
+    """Store what a source holds of a prompt. stated: what the user said of the files, for messages.
+
+    unchecked: believe that without looking at the values. Raises ConfigError if the values do not fit.
+    """
+    if not unchecked:
+        check_statement(source, tokens, stated)
+    target = target_namespace(store, identity, secret, model, dry_run)
+    chunks = chain(target.digest, list(tokens[: source.tokens]), target.chunk_tokens)
+    report = Report(prefixes=1, rest=source.tokens % target.chunk_tokens, namespace=target.name)
+    report.tally.add(store_prefix(source, chunks, target, jobs, progress, dry_run))
+    return report
+
+
+def tier_to_tier(
+    source: PagedSource,
+    tokens: Sequence[int],
+    target: Tier,
+    rows: Rows,
+    hashes: Sequence[bytes],
+    stated: str,
+    unchecked: bool = False,
+    progress: Progress = silent,
+    dry_run: bool = False,
+) -> Report:
+    """Write what a source holds of a prompt as files of another server. Holds one file's tokens at a time."""
+    if not unchecked:
+        check_statement(source, tokens, stated)
+    count = source.tokens // target.file_tokens
+    report = Report(prefixes=1, rest=source.tokens % target.file_tokens)
+    if dry_run:
+        report.files_written = count
+        return report
+    writer = TierWriter(target, rows, hashes[:count])
+    write_config(target)
+    group = rows.group
+    shape = (group.heads, len(group.layers), *group.cell_shape(target.file_tokens))
+    bits = np.empty(shape, f"u{group.element_bytes}")
+    for number in range(count):
+        span = range(number * target.file_tokens, (number + 1) * target.file_tokens)
+        source.fill(0, span, bits)
+        writer.take(0, span, bits)
+        progress(number + 1, count, (number + 1) * rows.nbytes)
+    report.files_written, report.files_present = writer.written, writer.present
+    return report
+
+
+def store_to_tier(
+    origin: OpenNamespace,
+    tokens: Sequence[int],
+    target: Tier,
+    rows: Rows,
+    hashes: Sequence[bytes],
+    jobs: int = 1,
+    progress: Progress = silent,
+    dry_run: bool = False,
+) -> Report:
+    """Write what a namespace holds of a prompt as files of vLLM's tier, whose files must fit into chunks evenly.
+
+    Raises ConfigError if they do not, NotFound if nothing of the prompt is stored.
+    """
+    if origin.chunk_tokens % target.file_tokens:
+        raise ConfigError(
+            f"chunks of {origin.chunk_tokens} tokens do not hold whole files of {target.file_tokens}: convert to "
+            "--chunk-tokens of a multiple first"
+        )
+    chunks = prompt_chunks(build_index(origin, jobs), tokens)
+    report = Report(prefixes=1, namespace=origin.name)
+    if dry_run:
+        report.files_written = len(chunks) * origin.chunk_tokens // target.file_tokens
+        return report
+    writer = TierWriter(target, rows, hashes)
+    write_config(target)
+    report.tally = read_prefix(origin, chunks, writer, 1, progress)
+    report.files_written, report.files_present = writer.written, writer.present
+    return report
