@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -204,24 +205,26 @@ def _print(url: str, answer: Explanation) -> None:
     say(f"namespace  {answer.identity.namespace}{'' if answer.exists else ' is not in this store'}")
     if answer.exists and answer.chunks:
         say()
-        table([">chunk", ">tokens", "state", "key", ""], [_row(state, size) for state in answer.chunks])
+        table([">chunks", ">tokens", "state", "last key", ""], _rows(answer.chunks, size))
         say()
     say(f"would hit {answer.hit_tokens} of {answer.tokens} tokens in {url}")
     for cause in answer.causes:
         place = "" if cause.namespace in (None, answer.identity.namespace) else f" (namespace {cause.namespace})"
         say(f"  because  {cause.text}{place}")
-    for near in answer.nearby[:_OTHERS] if not answer.is_hit else ():
+    telling = [near for near in answer.nearby if not answer.exists or near.hit_chunks > answer.hit_chunks]
+    for near in telling[:_OTHERS]:
         differs = "; ".join(cause.text for cause in near.causes)
         hits = f", where this prompt would hit {near.hit_chunks} chunks" if near.hit_chunks else ""
         say(f"  there is {near.namespace} {near.model}{hits}: {differs}")
 
 
-def _row(state: ChunkState, size: int) -> list[str]:
-    start = state.chunk.index * size
-    return [
-        str(state.chunk.index),
-        f"{start}..{start + size}",
-        state.state,
-        state.chunk.key.hex()[:SHORT],
-        state.detail,
-    ]
+def _rows(states: list[ChunkState], size: int) -> list[list[str]]:
+    """A row for each run of chunks of which the same is to be said."""
+    rows = []
+    for _, group in groupby(states, key=lambda state: (state.state, state.detail)):
+        run = list(group)
+        first, last = run[0].chunk.index, run[-1].chunk.index
+        numbers = str(first) if first == last else f"{first}-{last}"
+        tokens = f"{first * size}..{(last + 1) * size}"
+        rows.append([numbers, tokens, run[0].state, run[-1].chunk.key.hex()[:SHORT], run[0].detail])
+    return rows
