@@ -1,4 +1,4 @@
-"""`tplayout convert`: stores and per-rank shards into one another, chunk sizes and dtypes."""
+"""`tplayout convert`: stores, per-rank shards and other caches' files into one another, chunk sizes and dtypes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tplayout.cli.common import (
     size,
     store_options,
 )
+from tplayout.cli.convert_peers import convert_peer, convert_to_tier, kind_of, peer_options
 from tplayout.cli.sides import (
     destination_options,
     is_local,
@@ -56,9 +57,13 @@ JSON: {"from", "to", "namespace", "prefixes", "objects_written", "objects_presen
 @click.option(
     "--model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="The model's directory, for shards that hold no identity.",
+    help="The model's directory, for files that hold no identity.",
 )
 @click.option("--weights-label", help="Names the model's weights where they have no files.")
+@click.option(
+    "--compute-dtype", default="auto", show_default=True, help="The engine's --dtype, for other caches' files."
+)
+@peer_options
 @namespace_option
 @selection_options
 @click.option(
@@ -81,9 +86,14 @@ def command(source: str, destination: str, as_json: bool, **options: Any) -> int
     per-rank shards            a store: one directory a prefix, any TP and PP size
     a store, with --tp         per-rank shards of that TP size
     a store                    a store with another --chunk-tokens or --dtype
+    vLLM's tier                a store; with --tp the tier of that TP size
+    a store, --engine-config   vLLM's tier, of the server which wrote that config.json
+    ExampleConnector's files   a store
 
     Per-rank shards are safetensors files, one a rank, with tensors `layers.<n>.<part>` of [token, head, dim]. What SRC
-    is, is read from its files. SRC is never changed; running it again does only what is missing.
+    is, is read from its files. Other caches' files do not tell everything: --tokens and --model are needed, and what is
+    stated about the engine is checked against sizes and values. SRC is never changed; running it again does only what
+    is missing.
     """
     with progress("converting") as tick:
         kind, report = _convert(source, destination, options, tick)
@@ -100,6 +110,12 @@ def _convert(source: str, destination: str, options: dict[str, Any], tick: Any) 
 
     sets = find_shard_sets(local_path(source)) if is_local(source) else []
     to_shards = options["tp"] is not None
+    if options["engine_config"] is not None:
+        return ("store", "vllm-tier"), convert_to_tier(source, destination, options, tick)
+    peer = None if sets else kind_of(source)
+    if peer is not None:
+        _refuse(options, "other caches' files", "lossy", "prefixes", "namespace", "salt")
+        return convert_peer(peer, source, destination, options, tick)
     if sets and to_shards:
         raise ConfigError("SRC holds per-rank shards: convert them into a store first, and that to --tp")
     if sets:
