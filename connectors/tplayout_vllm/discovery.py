@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tplayout.errors import ConfigError
-from tplayout_vllm.metadata import LayerReport, WorkerReport
+from tplayout_vllm.metadata import LayerReport, WorkerReport, this_machine
 from tplayout_vllm.probe import LayoutUnknown, PageLayout, discover_layer
 from tplayout_vllm.worker import FoundLayer
 
@@ -57,7 +57,7 @@ def discover_worker(
         report, layout = _discover(vllm_config, name, layer, spec, table, layouts)
         reports.append(report)
         found.append(FoundLayer(name, table, layer.kv_cache, layout, _ratio(name, cache, layer.kv_cache, spec)))
-    return WorkerReport(tuple(reports)), found
+    return WorkerReport(tuple(reports), this_machine()), found
 
 
 def is_draft(name: str, vllm_config: Any) -> bool:

@@ -5,7 +5,9 @@ Plain data; vLLM moves it between its own processes. Nothing here is stored, and
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -41,9 +43,18 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class WorkerReport(KVConnectorHandshakeMetadata):
-    """A worker's layers, sent once after its caches are registered."""
+    """A worker's layers, sent once after its caches are registered. machine: where it runs, see `this_machine`."""
 
     layers: tuple[LayerReport, ...]
+    machine: str = ""
+
+
+def this_machine() -> str:
+    """The same text in processes that reach each other through /proc; empty where the kernel does not say."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)

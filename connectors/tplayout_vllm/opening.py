@@ -23,7 +23,7 @@ from tplayout.staging.stager import Stager
 from tplayout.storage.redact import redact
 from tplayout.storage.url import open_store
 from tplayout_vllm.blocks import Tables
-from tplayout_vllm.metadata import StagingRef, WorkerReport
+from tplayout_vllm.metadata import StagingRef, WorkerReport, this_machine
 from tplayout_vllm.options import Options
 from tplayout_vllm.placement import Placement, Rank, place
 from tplayout_vllm.scheduler import SchedulerSide
@@ -54,11 +54,24 @@ def check_setup(vllm_config: Any) -> None:
         raise ConfigError("encoder-decoder models are not supported by TPLayoutConnector")
 
 
+def check_machines(reports: Mapping[Rank, WorkerReport]) -> None:
+    """Refuse ranks that cannot map the staging region: those that Ray, say, has placed on another node."""
+    here = this_machine()
+    for (pp_rank, tp_rank), report in sorted(reports.items()):
+        if here and report.machine and report.machine != here:
+            raise ConfigError(
+                f"rank pp{pp_rank} tp{tp_rank} runs on another machine (or in another PID namespace) than the "
+                "scheduler: TPLayoutConnector needs all ranks of an engine on one machine; "
+                "run one engine a node on one shared store"
+            )
+
+
 def open_scheduler_side(
     vllm_config: Any, kv_cache_config: Any, options: Options, reports: Mapping[Rank, WorkerReport]
 ) -> SchedulerSide:
     """Everything that needs the workers' reports. Raises ConfigError or NamespaceMismatch to refuse the start."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    check_machines(reports)
     placement = place(reports, options.chunk_tokens, model.get_total_num_kv_heads(), parallel.tensor_parallel_size)
     identity = _identity(vllm_config, options, placement)
     hasher = _hasher(options, identity)

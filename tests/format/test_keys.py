@@ -9,7 +9,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tplayout.errors import FormatError, GeometryError, Reason
+from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
 from tplayout.format import keys as k
 
 NAMESPACE = bytes(range(32))
@@ -189,3 +189,9 @@ def test_no_name_is_a_directory_of_another(fields: list[tuple[bytes, int]]) -> N
     ns = "0" * 32
     names = {k.object_name(ns, key, index) for key, index in fields} | {k.namespace_object(ns)}
     assert not any(a != b and b.startswith(a + "/") for a in names for b in names)
+
+
+@pytest.mark.parametrize("salt", ["\ud800", 5, b"x"])
+def test_a_salt_that_is_no_text_is_refused(salt: str) -> None:
+    with pytest.raises(ConfigError, match="a salt must be text"):
+        k.prefix_extras(4, salt=salt)

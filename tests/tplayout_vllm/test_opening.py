@@ -12,7 +12,8 @@ import torch
 from tplayout.errors import ConfigError
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity, namespace_document
-from tplayout_vllm.opening import _engine_settings, _hasher, check_setup
+from tplayout_vllm.metadata import WorkerReport, this_machine
+from tplayout_vllm.opening import _engine_settings, _hasher, check_machines, check_setup
 from tplayout_vllm.options import Options
 
 
@@ -42,6 +43,14 @@ def test_what_can_be_served_is() -> None:
 def test_what_cannot_is_named(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_setup(config(**wrong))
+
+
+def test_ranks_of_another_machine_are_refused() -> None:
+    here = this_machine()
+    assert here == this_machine() != ""
+    check_machines({(0, 0): WorkerReport((), here), (0, 1): WorkerReport((), here), (1, 0): WorkerReport(())})
+    with pytest.raises(ConfigError, match="rank pp1 tp0 runs on another machine"):
+        check_machines({(0, 0): WorkerReport((), here), (1, 0): WorkerReport((), "elsewhere pid:[1]")})
 
 
 @dataclass

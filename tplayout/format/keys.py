@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from tplayout.errors import FormatError, GeometryError, Reason
+from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
 
 KEY_BYTES = 32
 ROOT = bytes(KEY_BYTES)  # the parent of a prefix's first chunk
@@ -83,10 +83,14 @@ def prefix_extras(
     """The extras of each chunk of a prefix, in the order that FORMAT.md fixes; for `chain`.
 
     lora: digest of the adapter's files. items: (first position in the prefix, positions, content digest).
-    salt: of the request. Adapter and salt are in every chunk, an item in the chunks that it touches.
+    salt: of the request. Adapter and salt are in every chunk, an item in the chunks that it touches. Raises
+    ConfigError for a salt that is no text.
     """
     before = () if lora is None else ((EXTRA_LORA, lora),)
-    behind = () if salt is None else ((EXTRA_SALT, salt.encode("utf-8")),)
+    try:
+        behind = () if salt is None else ((EXTRA_SALT, salt.encode("utf-8")),)
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"a salt must be text that UTF-8 can hold: {error}") from None
     ordered = sorted(items)
 
     def extras(index: int) -> Extras:
