@@ -152,9 +152,11 @@ def test_1000_chunks_of_which_50_are_damaged(store):
     moves = quarantine(store, plan(report.findings, [Kind.FOREIGN]))
     assert {move.name for move in moves} == expected.keys()
     assert not [move for move in moves if move.left]
-    assert all(store.exists([f"tplayout-quarantine/{name}" for name in expected]))
+    homes = {move.to for move in moves if not move.to.startswith("tplayout-quarantine/")}
+    assert homes == {name for name, reason in expected.items() if reason == "misnamed wrong-key"}  # swapped back
+    assert all(store.exists([move.to for move in moves]))
     after = verify_store(store)
-    assert (after.checked, after.findings) == (955, [])  # five of the 50 were no chunks of the 1,000
+    assert (after.checked, after.findings) == (963, [])  # 37 of the 1,000 are gone
 
 
 def test_quick_finds_what_sizes_headers_and_keys_tell(store):
@@ -252,6 +254,19 @@ def test_namespace_documents_are_checked(store, content, kind):
         assert verify_store(store).findings == []
 
 
+def test_a_sound_object_under_a_wrong_name_goes_home(store):
+    cache = Cache.open(store, identity())
+    first, second = (name_of(cache, chunk) for chunk in fill(cache, range(8)))
+    store.put(second, store.get(first))  # the right name is taken
+    (move,) = quarantine(store, plan(verify_store(store).findings))
+    assert move.to == f"tplayout-quarantine/{second}"
+    store.put(second, store.get(first))
+    store.delete([first])
+    (move,) = quarantine(store, plan(verify_store(store).findings))
+    assert (move.name, move.to) == (second, first)
+    assert [info.key for info in store.list(f"{cache.namespace}/") if "json" not in info.key] == [first]
+
+
 def test_a_document_of_another_namespace_is_misnamed(store):
     ours, theirs = Cache.open(store, identity()), Cache.open(store, identity(weights="files:01"))
     store.put(f"{ours.namespace}/namespace.json", store.get(f"{theirs.namespace}/namespace.json"))
@@ -286,6 +301,7 @@ def test_orphan_temporaries_are_told_and_removed_on_request(store):
     report = verify_store(store)
     (finding,) = report.findings
     assert (finding.kind, finding.is_damage, finding.name) == (Kind.TEMPORARY, False, f"{directory}/{old.name}")
+    assert verify_store(store, namespace=cache.namespace).findings == report.findings
     quarantine(store, plan(report.findings, [Kind.TEMPORARY]))
     assert (old.exists(), new.exists()) == (False, True)
 

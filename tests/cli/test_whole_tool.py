@@ -91,6 +91,7 @@ def test_every_looking_verb_on_s3(tmp_path: Path):
         ask("verify", server.url, "--quarantine", "--yes")
         assert ask("verify", server.url)["checked"] == 19
         assert ask("doctor", server.url, "--size", "1M")["url"] == server.url
+        assert run("ls", "s3://no-such-bucket/x", *flags).returncode == 3
         store.close()
 
 

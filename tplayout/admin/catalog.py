@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tplayout.errors import ConfigError, FormatError, NotFound, Reason, StorageError, StorageErrorKind
+from tplayout.errors import ConfigError, FormatError, NotFound, Reason, StorageError, StorageErrorKind, Unavailable
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.identity import MAX_DOCUMENT_BYTES, NamespaceDocument, parse_namespace_document
 from tplayout.format.keys import namespace_object, parse_object_name
@@ -93,8 +93,11 @@ def scan(store: Store, namespace: str | None = None) -> Catalog:
     Raises NotFound for a namespace that is not there, ConfigError where several begin so.
     """
     catalog = Catalog({}, [], [])
-    for info in store.list("" if namespace is None else _checked(namespace)):
-        _sort_in(catalog, info)
+    try:
+        for info in store.list("" if namespace is None else _checked(namespace)):
+            _sort_in(catalog, info)
+    except NotFound as error:  # not an object: the bucket
+        raise Unavailable(error.detail) from None
     if namespace is not None:
         if not catalog.namespaces:
             raise NotFound(f"{store.url}: no namespace begins with {namespace!r}; `tplayout ls` lists them")

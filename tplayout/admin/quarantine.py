@@ -1,5 +1,7 @@
 """Moving what verification found out of the way: to `tplayout-quarantine/` in the same store, where no server looks.
 
+A sound object under a wrong name goes to its right name, if nothing is there.
+
 An object is looked at once more before it is moved: a server may have stored a sound one meanwhile. The copy is
 complete before the original is deleted, so that an interruption leaves two and never none.
 """
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from tplayout.admin.catalog import QUARANTINE
 from tplayout.admin.check import Kind
 from tplayout.admin.progress import Progress, silent
-from tplayout.admin.verify import Finding, Report, verify_store
+from tplayout.admin.verify import Finding, verify_store
 from tplayout.errors import NotFound, StorageError, StorageErrorKind
 from tplayout.storage.base import Store
 
@@ -70,7 +72,17 @@ def quarantine(
             else:
                 moves.append(_move(store, name, nbytes))
             progress(len(moves), names, sum(move.nbytes for move in moves))
-    return moves
+    homes = {finding.name: finding.home for finding in fresh.values() if finding.home is not None}
+    return [_home(store, move, homes[move.name]) if move.name in homes and move.to else move for move in moves]
+
+
+def _home(store: Store, move: Move, home: str) -> Move:
+    """Take a sound object out of quarantine to the name that it should have, unless that is taken."""
+    if move.to is None or store.exists([home])[0]:
+        return move
+    store.put(home, store.get(move.to, max_bytes=MAX_BYTES))
+    store.delete([move.to])
+    return Move(move.name, home, move.nbytes)
 
 
 def _names(finding: Finding) -> list[tuple[str, int]]:
@@ -78,12 +90,14 @@ def _names(finding: Finding) -> list[tuple[str, int]]:
     return [(name, each) for name in finding.objects] or [(finding.name, finding.nbytes)]
 
 
-def _still_faulty(store: Store, names: Collection[str], secret: bytes | None, deep: bool, jobs: int) -> set[str]:
+def _still_faulty(
+    store: Store, names: Collection[str], secret: bytes | None, deep: bool, jobs: int
+) -> dict[str, Finding]:
     there = [name for name, found in zip(names, store.exists(list(names)), strict=True) if found]
     if not there:
-        return set()
-    report: Report = verify_store(store, secret=secret, deep=deep, only=there, jobs=jobs)
-    return {finding.name for finding in report.findings if finding.kind in ALWAYS}
+        return {}
+    report = verify_store(store, secret=secret, deep=deep, only=there, jobs=jobs)
+    return {finding.name: finding for finding in report.findings if finding.kind in ALWAYS}
 
 
 def _move(store: Store, name: str, nbytes: int) -> Move:

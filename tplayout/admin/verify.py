@@ -124,7 +124,8 @@ def verify_store(
         if not only:
             if namespace is None:
                 report.findings.extend(_strangers(store))
-                report.findings.extend(_temporaries(store, temporary_age))
+            below = "" if namespace is None else f"{next(iter(catalog.namespaces))}/"
+            report.findings.extend(_temporaries(store, temporary_age, below))
             report.findings.extend(_gaps(store, catalog, sound, report))
     except BaseException:
         if journal is not None:
@@ -263,9 +264,11 @@ def _by_hand(store: Store, name: str) -> str:
     )
 
 
-def _temporaries(store: Store, least_age: float) -> Iterator[Finding]:
+def _temporaries(store: Store, least_age: float, below: str) -> Iterator[Finding]:
     now = time.time()
     for info in store.temporaries():
+        if not info.key.startswith(below):
+            continue
         if info.modified is not None and now - info.modified >= least_age:
             detail = f"left by a writer that died {(now - info.modified) / 3600:.0f} h ago"
             fix = fix_of(store, Kind.TEMPORARY)

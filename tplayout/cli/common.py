@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import click
 
 from tplayout.admin.progress import Progress, silent
-from tplayout.errors import ConfigError
+from tplayout.errors import ConfigError, Unavailable
 from tplayout.storage.base import DEFAULT_TIMEOUT_S, Store
 
 if TYPE_CHECKING:
@@ -108,11 +108,17 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be
 yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 
 
-def open_store(url: str, storage_options: Mapping[str, Any], timeout: float) -> Store:
-    """The store at a URL; nothing is connected yet."""
+def open_store(url: str, storage_options: Mapping[str, Any], timeout: float, must_exist: bool = False) -> Store:
+    """The store at a URL; nothing is connected yet. must_exist: Unavailable if it names a directory that is not there.
+
+    An empty answer about a mistyped path, or one that is not mounted, would look like a fact about the store.
+    """
     from tplayout.storage.url import open_store as open_url
 
-    return open_url(url, storage_options, timeout)
+    store = open_url(url, storage_options, timeout)
+    if must_exist and store.url.startswith("file://") and not os.path.isdir(store.url.removeprefix("file://")):
+        raise Unavailable(f"{store.url}: there is no such directory; is the path right, and mounted?")
+    return store
 
 
 def confirm(question: str, yes: bool) -> None:

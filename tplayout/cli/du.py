@@ -63,7 +63,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Show what takes the bytes of the store at URL, or of one NAMESPACE (its first digits) in it."""
-    with open_store(url, storage_options, timeout) as store:
+    with open_store(url, storage_options, timeout, must_exist=True) as store:
         catalog = scan(store, namespace)
         objects = [stored for space in catalog.namespaces.values() for stored in space.objects]
         total = {"objects": len(objects), "bytes": sum(stored.size for stored in objects)}

@@ -132,7 +132,7 @@ def command(
     else:
         tokens = tokens_of_text(model, _text(str(text_file)), not no_special_tokens)
     prompt = Prompt(tokens, salt)
-    with open_store(url, storage_options, timeout) as store, progress("looking") as tick:
+    with open_store(url, storage_options, timeout, must_exist=True) as store, progress("looking") as tick:
         answer = explain(
             store, wanted, prompt, secret=secret, deep=not quick, jobs=jobs, max_scan=max_scan, progress=tick
         )

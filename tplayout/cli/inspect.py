@@ -93,7 +93,7 @@ def command(
     CHUNK is the beginning of a chunk's key as `ls` prints it, or an object's name (in tplayout-quarantine/ too). The
     object is read whole and verified, cell by cell; a damaged one is shown as far as it goes, and the exit code is 1.
     """
-    with open_store(url, storage_options, timeout) as store:
+    with open_store(url, storage_options, timeout, must_exist=True) as store:
         if chunk is None:
             if cell or heatmap or group:
                 raise ConfigError("--cell, --heatmap and --group need a CHUNK; `tplayout ls URL NAMESPACE` shows keys")

@@ -68,7 +68,7 @@ def command(
     A namespace holds the chunks of one model with one set of weights, dtypes and chunk size. A prefix is a prompt's
     beginning as far as it is stored; "gap" marks chunks that no server can use before the missing one is stored again.
     """
-    with open_store(url, storage_options, timeout) as store:
+    with open_store(url, storage_options, timeout, must_exist=True) as store:
         catalog = scan(store, namespace)
         if namespace is None:
             if as_json:

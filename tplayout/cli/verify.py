@@ -65,7 +65,12 @@ Examples:
     metavar="AGE",
     help="How old a temporary file is that no living writer has.",
 )
-@click.option("--quarantine", "move", is_flag=True, help="Move damaged objects to tplayout-quarantine/ in the store.")
+@click.option(
+    "--quarantine",
+    "move",
+    is_flag=True,
+    help="Move damaged objects to tplayout-quarantine/ in the store, misnamed ones to their right name if it is free.",
+)
 @click.option(
     "--also",
     type=click.Choice([kind.value for kind in ON_REQUEST]),
@@ -104,7 +109,7 @@ def command(
     """
     if (dry_run or also) and not move:
         raise ConfigError("--dry-run and --also go with --quarantine: nothing else changes anything")
-    with open_store(url, storage_options, timeout) as store:
+    with open_store(url, storage_options, timeout, must_exist=True) as store:
         with progress("verifying") as tick:
             report = verify_store(
                 store,
@@ -118,6 +123,8 @@ def command(
                 journal_path=journal,
                 progress=tick,
             )
+        if not report.namespaces and not report.findings:
+            note(f"nothing is stored in {store.url}: is the URL right?")
         if not as_json:
             _print_findings(report, deep=not quick)
         moves: list[Move] = []
