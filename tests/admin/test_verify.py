@@ -15,7 +15,6 @@ from tests.support.filled_store import (
     identity,
     layout_of_group,
     name_of,
-    put,
     rewrite,
     swap,
 )
@@ -23,7 +22,7 @@ from tplayout.admin.check import Kind
 from tplayout.admin.quarantine import ON_REQUEST, plan, quarantine
 from tplayout.admin.verify import Report, verify_store
 from tplayout.cache import Cache
-from tplayout.errors import ConfigError, Unavailable
+from tplayout.errors import ConfigError
 from tplayout.format.header import LENGTH_BYTES
 from tplayout.storage.base import Store
 from tplayout.storage.url import open_store
@@ -254,19 +253,6 @@ def test_namespace_documents_are_checked(store, content, kind):
         assert verify_store(store).findings == []
 
 
-def test_a_sound_object_under_a_wrong_name_goes_home(store):
-    cache = Cache.open(store, identity())
-    first, second = (name_of(cache, chunk) for chunk in fill(cache, range(8)))
-    store.put(second, store.get(first))  # the right name is taken
-    (move,) = quarantine(store, plan(verify_store(store).findings))
-    assert move.to == f"tplayout-quarantine/{second}"
-    store.put(second, store.get(first))
-    store.delete([first])
-    (move,) = quarantine(store, plan(verify_store(store).findings))
-    assert (move.name, move.to) == (second, first)
-    assert [info.key for info in store.list(f"{cache.namespace}/") if "json" not in info.key] == [first]
-
-
 def test_a_document_of_another_namespace_is_misnamed(store):
     ours, theirs = Cache.open(store, identity()), Cache.open(store, identity(weights="files:01"))
     store.put(f"{ours.namespace}/namespace.json", store.get(f"{theirs.namespace}/namespace.json"))
@@ -306,17 +292,6 @@ def test_orphan_temporaries_are_told_and_removed_on_request(store):
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_what_is_sound_again_is_not_moved(store):
-    cache = Cache.open(store, identity())
-    (chunk,) = fill(cache, range(4))
-    rewrite(store, name_of(cache, chunk), flip(-1))
-    report = verify_store(store)
-    put(cache, chunk)  # a server stores it again meanwhile
-    (move,) = quarantine(store, plan(report.findings, ON_REQUEST))
-    assert move.left
-    assert verify_store(store).findings == []
-
-
 def test_only_what_is_named_is_checked(store):
     cache = Cache.open(store, identity())
     chunks = fill(cache, range(16))
@@ -344,59 +319,6 @@ def test_keyed_namespaces_need_the_secret(store):
         verify_store(store, secret=secret * 2)
     assert verify_store(store, deep=False).findings == []
     assert verify_store(store, secret=secret).findings == []
-
-
-class Breaking:
-    """Makes a store fail after some whole reads."""
-
-    def __init__(self, store: Store, reads: int) -> None:
-        self._get_into, self._left = store.get_into, reads
-        self.reads = 0
-        store.get_into = self  # type: ignore[method-assign,assignment]
-
-    def __call__(self, key, buf, **options):
-        self.reads += 1
-        if self.reads > self._left:
-            raise Unavailable("the network is gone")
-        return self._get_into(key, buf, **options)
-
-
-def test_an_interrupted_run_goes_on(store, tmp_path):
-    cache = Cache.open(store, identity())
-    names = [name_of(cache, chunk) for chunk in fill(cache, range(400))]
-    layout = layout_of_group(cache)
-    rewrite(store, min(names), flip(layout.nbytes - 1))
-    rewrite(store, max(names), flip(layout.nbytes - 1))
-    journal = str(tmp_path / "journal")
-    broken = open_store(tmp_path / "store")
-    Breaking(broken, 60)
-    with pytest.raises(Unavailable):
-        verify_store(broken, journal_path=journal, jobs=1)
-    with open(journal, "a") as stream:
-        stream.write('{"piece": "cut o')  # as kill -9 leaves it
-    counted = Breaking(store, 1000)
-    seen: list[tuple[int, int | None]] = []
-    report = verify_store(
-        store, journal_path=journal, jobs=1, progress=lambda done, total, nbytes: seen.append((done, total))
-    )
-    assert 40 <= counted.reads < 60
-    assert seen[-1] == (100, 100)
-    assert report.checked == 100
-    assert summary(report).keys() == {min(names), max(names)}
-    assert {len(note.objects) for note in report.notes} <= set(range(1, 100))
-    assert not os.path.exists(journal)
-
-
-def test_a_journal_of_something_else_is_refused(store, tmp_path):
-    fill(Cache.open(store, identity()), range(8))
-    journal = tmp_path / "journal"
-    journal.write_text("my shopping list\n")
-    with pytest.raises(ConfigError, match="no journal"):
-        verify_store(store, journal_path=str(journal))
-    assert journal.read_text() == "my shopping list\n"
-    journal.write_text(f'{{"tplayout_journal": 1, "url": "{store.url}", "deep": false}}\n')
-    with pytest.raises(ConfigError, match="deep"):
-        verify_store(store, journal_path=str(journal))
 
 
 def test_the_rate_is_limited(store):
