@@ -189,7 +189,7 @@ def progress(what: str) -> Iterator[Progress]:
     bar = rich.Progress(
         rich.TextColumn("{task.description}"),
         rich.BarColumn(),
-        rich.TextColumn("{task.completed:g}/{task.fields[of]}"),
+        rich.TextColumn("{task.completed:.0f}/{task.fields[of]}"),
         rich.TextColumn("{task.fields[moved]}"),
         rich.TimeRemainingColumn(),
         console=Console(stderr=True),
