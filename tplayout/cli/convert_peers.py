@@ -38,7 +38,18 @@ def peer_options(function: F) -> F:
             help="The vLLM server's --prefix-caching-hash-algo.",
         ),
         click.option("--page-order", type=click.Choice(PAGE_ORDERS), help="Order of the engine's pages (tier)."),
-        click.option("--engine-backend", type=click.Choice(("gpu", "cpu")), help="Of the engine (ExampleConnector)."),
+        click.option(
+            "--engine-chunk-tokens",
+            type=click.IntRange(1),
+            default=256,
+            show_default=True,
+            help="LMCache's chunk size.",
+        ),
+        click.option(
+            "--engine-backend",
+            type=click.Choice(("gpu", "cpu")),
+            help="Of the engine (ExampleConnector, LMCache): what a slot of its pages is.",
+        ),
         click.option("--engine-block-size", type=click.IntRange(1), help="Tokens of the engine's block."),
         click.option("--engine-tp", type=click.IntRange(1, 4096), help="TP size of the engine that wrote SRC."),
         click.option(
@@ -53,15 +64,19 @@ def peer_options(function: F) -> F:
 
 
 def kind_of(source: str) -> str | None:
-    """ "tier", "example" or None: what other cache's files SRC holds."""
+    """vllm-tier, lmcache, example-connector, or None: what other cache's files SRC holds."""
     if not is_local(source):
         return None
     from tplayout.admin.example_connector import is_example_directory
+    from tplayout.admin.lmcache_files import is_lmcache_directory
     from tplayout.admin.vllm_tier import find_tiers
 
-    if find_tiers(local_path(source)):
-        return "tier"
-    return "example" if is_example_directory(local_path(source)) else None
+    place = local_path(source)
+    if find_tiers(place):
+        return "vllm-tier"
+    if is_lmcache_directory(place):
+        return "lmcache"
+    return "example-connector" if is_example_directory(place) else None
 
 
 def convert_peer(
@@ -74,22 +89,14 @@ def convert_peer(
     tokens = _prompt(options)
     identity = _identity(options)
     group = only_group(identity.geometry)
-    if kind == "tier":
+    if kind == "vllm-tier":
         tier, rows, pages = _open_tier(source, group, tokens, options)
         stated = f"TP size {rows.tp_size} and page order {rows.order}"
         if options["tp"] is not None:
             report = _to_tp(tier, rows, pages, destination, tokens, stated, options, tick)
             return ("vllm-tier", "vllm-tier"), report
     else:
-        block, backend = options["engine_block_size"], options["engine_backend"]
-        if block is None or backend is None:
-            raise ConfigError(
-                "ExampleConnector's files do not tell --engine-block-size and --engine-backend: state both"
-            )
-        from tplayout.admin.example_connector import read_prompt
-
-        pages = read_prompt(local_path(source), group, tokens, block, backend)
-        stated = f"blocks of {block} tokens of the {backend} backend"
+        pages, stated = _open_slots(kind, source, group, tokens, options)
     model = options["model"].resolve().name
     with open_destination(
         destination, options["storage_options"], options["dst_storage_options"], options["timeout"], source
@@ -107,7 +114,7 @@ def convert_peer(
             tick,
             options["dry_run"],
         )
-    return ("vllm-tier" if kind == "tier" else "example-connector", "store"), report
+    return (kind, "store"), report
 
 
 def convert_to_tier(source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
@@ -125,6 +132,24 @@ def convert_to_tier(source: str, destination: str, options: dict[str, Any], tick
         rows = rows_of(tier, group, options["engine_tp"], options["page_order"])
         hashes = tier.hashes(tokens, options["hash_algo"], options["hash_seed"])
         return store_to_tier(origin, tokens, tier, rows, hashes, options["jobs"], tick, options["dry_run"])
+
+
+def _open_slots(
+    kind: str, source: str, group: Group, tokens: list[int], options: dict[str, Any]
+) -> tuple[PagedSource, str]:
+    """Files of raw slots, and what was stated of them."""
+    from tplayout.admin import example_connector, lmcache_files
+
+    block, backend = options["engine_block_size"], options["engine_backend"]
+    if block is None or backend is None:
+        raise ConfigError("these files do not tell --engine-block-size and --engine-backend: state both")
+    if options["tp"] is not None:
+        raise ConfigError("convert these files into a store first, and that to --tp")
+    place, stated = local_path(source), f"blocks of {block} tokens of the {backend} backend"
+    if kind == "lmcache":
+        size, tp = options["engine_chunk_tokens"], options["engine_tp"]
+        return lmcache_files.read_prompt(place, group, tokens, block, backend, size, tp), stated
+    return example_connector.read_prompt(place, group, tokens, block, backend), stated
 
 
 def _open_tier(source: str, group: Group, tokens: list[int], options: dict[str, Any]) -> tuple[Tier, Rows, PagedSource]:
