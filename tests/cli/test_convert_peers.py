@@ -102,3 +102,20 @@ def test_what_is_missing_or_wrong_is_named(common, model, tmp_path):
     assert "same for every TP size" in fail(PEERS / "tier-canonical-hnd", out, *common, "--tp", 2)
     assert "F32 in the model" in fail(PEERS / "tier-tp1", out, *common, "--page-order", "hnd", "--dtype", "F32")
     assert not out.exists()
+
+
+def test_a_file_for_transformers_and_back(common, model, tmp_path):
+    run(PEERS / "tier-tp2", tmp_path / "store", *common, "--page-order", "hnd")
+    file = tmp_path / "prompt.safetensors"
+    report = run(tmp_path / "store", file, "--transformers", "--tokens", tmp_path / "prompt")
+    assert (report["to"], report["files_written"]) == ("transformers", 1)
+    report = run(file, tmp_path / "back")
+    assert (report["from"], report["objects_written"]) == ("transformers", 2)
+    first, second = (
+        {p.relative_to(tmp_path / d): p.read_bytes() for p in (tmp_path / d).rglob("*.*")} for d in ("store", "back")
+    )
+    assert first == second
+    tensors = load_file(file)
+    save_file(tensors, tmp_path / "plain.safetensors")
+    assert "--model" in fail(tmp_path / "plain.safetensors", tmp_path / "x", code=1)
+    run(tmp_path / "plain.safetensors", tmp_path / "x", "--model", model, "--chunk-tokens", 16)

@@ -6,6 +6,7 @@ The formats hold no token ids, so each run converts one prompt, whose tokens the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from tplayout.admin.pages import PagedSource, check_statement
 from tplayout.admin.progress import Progress, silent
 from tplayout.admin.selection import prompt_chunks
 from tplayout.admin.transfer import read_prefix, store_prefix
+from tplayout.admin.transformers_file import TransformersFile, TransformersWriter, check_geometry
 from tplayout.admin.vllm_tier import Rows, Tier, TierWriter, write_config
 from tplayout.errors import ConfigError
 from tplayout.format.identity import Identity
@@ -111,3 +113,55 @@ def store_to_tier(
     report.tally = read_prefix(origin, chunks, writer, 1, progress)
     report.files_written, report.files_present = writer.written, writer.present
     return report
+
+
+def store_to_transformers(
+    origin: OpenNamespace,
+    tokens: Sequence[int],
+    file: Path,
+    jobs: int = 1,
+    progress: Progress = silent,
+    dry_run: bool = False,
+) -> Report:
+    """Write what a namespace holds of a prompt as a file for transformers. Damaged or missing objects: no file.
+
+    Raises NotFound if nothing of the prompt is stored, GeometryError for a model whose KV such a file cannot hold.
+    """
+    check_geometry(origin.identity.geometry)
+    chunks = prompt_chunks(build_index(origin, jobs), tokens)
+    report = Report(prefixes=1, namespace=origin.name)
+    report.files_written = 1
+    if dry_run:
+        return report
+    stored = [token for chunk in chunks for token in chunk.tokens]
+    writer = TransformersWriter(file, origin.identity, origin.document.model, stored)
+    try:
+        report.tally = read_prefix(origin, chunks, writer, jobs, progress)
+        if report.tally.damaged or report.tally.absent:
+            report.files_written = 0
+            gone = f"{report.tally.absent} objects (sliding windows?) are not stored any more"
+            report.skipped[str(file)] = "damaged objects" if report.tally.damaged else gone
+        else:
+            writer.publish()
+    finally:
+        writer.discard()
+    return report
+
+
+def import_transformers(
+    file: Path,
+    store: Store,
+    identity: Identity | None = None,
+    secret: bytes | None = None,
+    model: str = "",
+    jobs: int = 1,
+    progress: Progress = silent,
+    dry_run: bool = False,
+) -> Report:
+    """A transformers file into a store. identity: where the file holds none."""
+    with TransformersFile(file, identity) as source:
+        target = target_namespace(store, source.identity, secret, model or source.model, dry_run)
+        chunks = chain(target.digest, source.tokens, target.chunk_tokens)
+        report = Report(prefixes=1, rest=len(source.tokens) % target.chunk_tokens, namespace=target.name)
+        report.tally.add(store_prefix(source, chunks, target, jobs, progress, dry_run))
+        return report

@@ -19,7 +19,14 @@ from tplayout.cli.common import (
     size,
     store_options,
 )
-from tplayout.cli.convert_peers import convert_peer, convert_to_tier, kind_of, peer_options
+from tplayout.cli.convert_peers import (
+    convert_peer,
+    convert_to_tier,
+    convert_to_transformers,
+    convert_transformers,
+    kind_of,
+    peer_options,
+)
 from tplayout.cli.sides import (
     destination_options,
     is_local,
@@ -89,6 +96,7 @@ def command(source: str, destination: str, as_json: bool, **options: Any) -> int
     vLLM's tier                a store; with --tp the tier of that TP size
     a store, --engine-config   vLLM's tier, of the server which wrote that config.json
     ExampleConnector, LMCache  a store
+    a store, --transformers    a file of one prompt for Hugging Face transformers; back too
 
     Per-rank shards are safetensors files, one a rank, with tensors `layers.<n>.<part>` of [token, head, dim]. What SRC
     is, is read from its files. Other caches' files do not tell everything: --tokens and --model are needed, and what is
@@ -112,6 +120,11 @@ def _convert(source: str, destination: str, options: dict[str, Any], tick: Any) 
     to_shards = options["tp"] is not None
     if options["engine_config"] is not None:
         return ("store", "vllm-tier"), convert_to_tier(source, destination, options, tick)
+    if options["transformers"]:
+        return ("store", "transformers"), convert_to_transformers(source, destination, options, tick)
+    if is_local(source) and local_path(source).is_file():
+        _refuse(options, "a file for transformers", "tp", "lossy", "prefixes", "token_files", "namespace", "salt")
+        return ("transformers", "store"), convert_transformers(source, destination, options, tick)
     peer = None if sets else kind_of(source)
     if peer is not None:
         _refuse(options, "other caches' files", "lossy", "prefixes", "namespace", "salt")

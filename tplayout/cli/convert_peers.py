@@ -53,6 +53,9 @@ def peer_options(function: F) -> F:
         click.option("--engine-block-size", type=click.IntRange(1), help="Tokens of the engine's block."),
         click.option("--engine-tp", type=click.IntRange(1, 4096), help="TP size of the engine that wrote SRC."),
         click.option(
+            "--transformers", is_flag=True, help="Write DST, a file with the prompt's KV for Hugging Face transformers."
+        ),
+        click.option(
             "--engine-config",
             metavar="FILE",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -132,6 +135,34 @@ def convert_to_tier(source: str, destination: str, options: dict[str, Any], tick
         rows = rows_of(tier, group, options["engine_tp"], options["page_order"])
         hashes = tier.hashes(tokens, options["hash_algo"], options["hash_seed"])
         return store_to_tier(origin, tokens, tier, rows, hashes, options["jobs"], tick, options["dry_run"])
+
+
+def convert_to_transformers(source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
+    """A prompt of a store as a file for transformers."""
+    from tplayout.admin.namespaces import choose_namespace
+    from tplayout.admin.peers import store_to_transformers
+
+    tokens = _prompt(options)
+    if not is_local(destination):
+        raise ConfigError(f"DST {destination}: a file for transformers is a local one")
+    with open_source(source, options["storage_options"], options["timeout"], destination) as store:
+        origin = choose_namespace(store, options["namespace"], options["secret"])
+        file = local_path(destination)
+        return store_to_transformers(origin, tokens, file, options["jobs"], tick, options["dry_run"])
+
+
+def convert_transformers(source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
+    """A file of transformers' tensors into a store. --model: where the file holds no identity."""
+    from tplayout.admin.peers import import_transformers
+
+    identity = None if options["model"] is None else _identity(options)
+    model = "" if options["model"] is None else options["model"].resolve().name
+    with open_destination(
+        destination, options["storage_options"], options["dst_storage_options"], options["timeout"], source
+    ) as store:
+        return import_transformers(
+            local_path(source), store, identity, options["secret"], model, options["jobs"], tick, options["dry_run"]
+        )
 
 
 def _open_slots(
