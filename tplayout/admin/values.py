@@ -113,19 +113,20 @@ def converter(old: Group, new: Group) -> Converter:
     scales = _scale_array(old) if _scaled(old) else None
 
     def convert(cells: Bits, out: Bits) -> None:
-        # A head at a time: the values in between are wider than what is stored.
-        for head in range(cells.shape[0]):
-            values = cells[head : head + 1].view(_NUMPY[old.dtype]).astype("f4")
+        # A cell at a time: the values in between are wider than what is stored.
+        for head, layer in np.ndindex(cells.shape[:2]):
+            place = (slice(head, head + 1), slice(layer, layer + 1))
+            values = cells[place].view(_NUMPY[old.dtype]).astype("f4")
             if scales is not None:
                 for part in range(len(old.parts)):
-                    part_of(values, old, part)[...] *= scales[head : head + 1, :, part, None, None]
+                    part_of(values, old, part)[...] *= scales[head, layer, part]
             limit = _LARGEST[new.dtype]
             beyond = np.isfinite(values) & (np.abs(values) > limit)
             clipped = np.where(beyond, np.copysign(np.float32(limit), values), values)
             stored = clipped.astype(_NUMPY[new.dtype])
             if losses is not None:
                 losses.add(values, stored.astype("f4"), int(beyond.sum()))
-            out[head : head + 1] = stored.view(out.dtype)
+            out[place] = stored.view(out.dtype)
 
     return Converter(convert, losses)
 
