@@ -6,7 +6,7 @@ free blocks (poisoned) and the null block are neither read nor written. `Sim.che
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from sim_config import Setup, kv_cache_config, report, vllm_config
-from sim_model import VOCABULARY, Rank, Text
+from sim_model import VOCABULARY, DelayedCopies, Rank, Text
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -30,36 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tplayout_vllm.connector import TPLayoutConnector
 from tplayout_vllm.metadata import WorkerReport
-from tplayout_vllm.pages import Canonical, Run, gather, scatter
-
-
-class DelayedCopies:
-    """As on an accelerator: a save is gathered in order with the engine's work, all else happens at `flush`."""
-
-    def __init__(self) -> None:
-        self._queue: list[Callable[[], None]] = []
-
-    def save(self, run: Run, table: Sequence[int], first: int, last: int, out: Canonical) -> None:
-        buffer = out.empty_on(torch.device("cpu"))
-        gather(run, table, first, last, buffer)
-        self._queue.append(lambda: out.block.copy_(buffer.block))
-
-    def load(self, run: Run, table: Sequence[int], first: int, last: int, src: Canonical) -> None:
-        self._queue.append(lambda: scatter(run, table, first, last, src))
-
-    def after(self, action: Callable[[], None]) -> None:
-        self._queue.append(action)
-
-    def pin(self, region: torch.Tensor) -> None:
-        pass
-
-    def close(self) -> None:
-        self.flush()
-
-    def flush(self) -> None:
-        queue, self._queue = self._queue, []
-        for action in queue:
-            action()
+from tplayout_vllm.metrics import TPLayoutStats
 
 
 class RankConnector(TPLayoutConnector):
@@ -132,6 +103,7 @@ class SimEngine:
         self.claims: dict[str, list[tuple[int, int]]] = {}
         self.failed: set[str] = set()  # requests with a load that failed
         self.steps = 0
+        self._stats = TPLayoutStats.of({})
         self._poisoned: set[int] = set()
         self._freed: dict[int, _Job | None] = {}  # to be poisoned when that step has run
         self._watch_claims()
@@ -139,10 +111,12 @@ class SimEngine:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, text: Text, prompt: int, outputs: int = 4, skip: bool = False, priority: int = 0) -> str:
+    def add(
+        self, text: Text, prompt: int, outputs: int = 4, skip: bool = False, priority: int = 0, **fields: Any
+    ) -> str:
         """A request for a text's first `prompt` tokens. skip: it must not read caches, as for prompt log-probabilities.
 
-        Returns its name.
+        fields: what else it has. Returns its name.
         """
         name = f"r{len(self.requests)}"
         params = SamplingParams(max_tokens=outputs, ignore_eos=True, skip_reading_prefix_cache=skip)
@@ -155,6 +129,8 @@ class SimEngine:
             cache_salt=text.salt,
             priority=priority,
         )
+        for field_name, value in fields.items():
+            setattr(request, field_name, value)
         self._texts[name] = text
         self.requests[name] = request
         self.scheduler.add_request(request)
@@ -173,6 +149,10 @@ class SimEngine:
     def loaded(self, name: str) -> int:
         """Tokens of a request that came from the store, in all of its loads."""
         return sum(external for _, external in self.claims.get(name, ()))
+
+    def stats(self, name: str, part: str = "counters") -> float:
+        """The sum of what was reported to vLLM. part: counters, skips, or gauges (the last one)."""
+        return self._stats.data[part].get(name, 0)
 
     def run(self, text: Text, prompt: int, outputs: int = 4, **more: Any) -> str:
         """A request from start to end, with all saves published."""
@@ -257,7 +237,9 @@ class SimEngine:
         """Give the scheduler the oldest step's results."""
         job = self._jobs.pop(0)
         assert job.result is not None
-        self.scheduler.update_from_output(job.output, job.result)
+        for outputs in self.scheduler.update_from_output(job.output, job.result).values():
+            if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:
+                self._stats.aggregate(TPLayoutStats(data=outputs.scheduler_stats.kv_connector_stats))
         if self.setup.drafts and not self.setup.asynchronous:
             drafts = {name: state.drafts for name, state in self._running.items() if state.drafts}
             self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))

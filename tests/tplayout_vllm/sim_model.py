@@ -4,12 +4,13 @@ Every element depends on the whole text before it, its layer, its head and its p
 prefix, layer, head or token is told from the right one, bit for bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from tplayout_vllm.pages import Canonical, Run, gather, scatter
 from tplayout_vllm.probe import PageLayout, PartLayout
 from tplayout_vllm.worker import FoundLayer, WorkerSide
 
@@ -163,3 +164,32 @@ class Rank:
         index = tokens // self.kernel
         table = torch.tensor(blocks, dtype=torch.int64)
         return table[index // self._ratio] * self._ratio + index % self._ratio, tokens % self.kernel
+
+
+class DelayedCopies:
+    """As on an accelerator: a save is gathered in order with the engine's work, all else happens at `flush`."""
+
+    def __init__(self) -> None:
+        self._queue: list[Callable[[], None]] = []
+
+    def save(self, run: Run, table: Sequence[int], first: int, last: int, out: Canonical) -> None:
+        buffer = out.empty_on(torch.device("cpu"))
+        gather(run, table, first, last, buffer)
+        self._queue.append(lambda: out.block.copy_(buffer.block))
+
+    def load(self, run: Run, table: Sequence[int], first: int, last: int, src: Canonical) -> None:
+        self._queue.append(lambda: scatter(run, table, first, last, src))
+
+    def after(self, action: Callable[[], None]) -> None:
+        self._queue.append(action)
+
+    def pin(self, region: torch.Tensor) -> None:
+        pass
+
+    def close(self) -> None:
+        self.flush()
+
+    def flush(self) -> None:
+        queue, self._queue = self._queue, []
+        for action in queue:
+            action()

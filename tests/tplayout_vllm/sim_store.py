@@ -70,13 +70,16 @@ class Sim:
             for index, chunk in enumerate(self._chunks(side, text, len(text.tokens)))
         }
 
+    def path(self, text: Text, chunk: int, group: int = 0) -> Path:
+        """Where a chunk of a text is, or would be."""
+        side = self.engines[-1].connector._scheduler
+        key = self._chunks(side, text, (chunk + 1) * self.engines[-1].setup.chunk)[chunk].key
+        return self.store / object_name(side._namespace.hex()[:32], key, group)
+
     def stored(self, text: Text, tokens: int, groups: Sequence[int] = (0,)) -> list[bool]:
         """For each full chunk of a text's first tokens, whether all these groups of it are stored."""
-        side = self.engines[-1].connector._scheduler
-        return [
-            all((self.store / object_name(side._namespace.hex()[:32], c.key, g)).is_file() for g in groups)
-            for c in self._chunks(side, text, tokens)
-        ]
+        count = tokens // self.engines[-1].setup.chunk
+        return [all(self.path(text, chunk, group).is_file() for group in groups) for chunk in range(count)]
 
     @staticmethod
     def _chunks(side: Any, text: Text, tokens: int) -> list[Any]:

@@ -91,7 +91,7 @@ class Walk:
             "order": pick(["column", "rows"]),
             "delayed": pick([False, True]),
             "policy": pick(["fcfs", "priority"]),
-            "role": pick(["kv_both"] * 4 + ["kv_consumer"]),
+            "role": pick(["kv_both"] * 6 + ["kv_consumer", "kv_producer"]),
             "options": {"staging_bytes": pick([200_000, 8_000_000]) if self.chunk < 128 else 8_000_000},
         }
 
