@@ -15,6 +15,8 @@ from tplayout.errors import FormatError, NotFound
 from tplayout.format.keys import ROOT, ChunkId
 from tplayout.storage.base import ObjectInfo
 
+SMALL_READS = 8  # reads of a few kilobytes at the same time, whatever a caller's jobs: they cost time, not memory
+
 
 @dataclass
 class Chunk:
@@ -87,7 +89,7 @@ class Index:
         return self.namespace.chunk_id(key, min(self.chunks[key].objects))
 
 
-def build_index(namespace: OpenNamespace, jobs: int = 1, progress: Progress = silent) -> Index:
+def build_index(namespace: OpenNamespace, jobs: int = SMALL_READS, progress: Progress = silent) -> Index:
     """List a namespace and read what each chunk follows. An object that does not say is damaged and left out.
 
     Of each chunk one object is read, a few kilobytes. Raises StorageError.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tplayout.admin.chains import Index, build_index
+from tplayout.admin.chains import SMALL_READS, Index, build_index
 from tplayout.admin.namespaces import OpenNamespace, begin_namespace, new_document, open_namespace, unwritten
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Progress, silent
@@ -133,12 +133,12 @@ def export_shards(
     is skipped and named. Raises GeometryError if the TP size does not divide the heads.
     """
     ranks = ranks_of(origin.identity.geometry, tp_size, stages)
-    index = build_index(origin, jobs)
+    index = build_index(origin)
     report = Report(namespace=origin.name)
     paths = list(index.prefixes()) if keys is None else [path_to(index, key) for key in keys]
     skip_gaps(index, report)
     for path in paths:
-        chunks = chunks_of(index, path, jobs)
+        chunks = chunks_of(index, path)
         absent = _absent(index, path)
         has_extras = any(chunk.extras != NO_EXTRAS for chunk in chunks)
         length = len(chunks) * origin.chunk_tokens
@@ -185,9 +185,9 @@ def path_to(index: Index, key: bytes) -> list[bytes]:
     return path
 
 
-def chunks_of(index: Index, path: Sequence[bytes], jobs: int = 1) -> list[ChunkId]:
+def chunks_of(index: Index, path: Sequence[bytes]) -> list[ChunkId]:
     """The chunks of a prefix with tokens, extras and positions. path: keys from the first chunk on."""
-    found = in_order(index.chunk_id, path, jobs)
+    found = in_order(index.chunk_id, path, SMALL_READS)
     return [ChunkId(chunk.key, chunk.parent, chunk.tokens, chunk.extras, number) for number, chunk in enumerate(found)]
 
 

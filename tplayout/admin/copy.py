@@ -77,7 +77,7 @@ def copy_namespace(
     if keys is None:
         places: Iterable[Place] = ((name.key, name.group_index) for name, _ in origin.objects())
     else:
-        places = _places(index or build_index(origin, jobs), keys)
+        places = _places(index or build_index(origin), keys)
     copied = Copied()
     if dry_run:
         for key, group in places:
@@ -127,7 +127,7 @@ def move_namespace(
     What prefixes share with others that stay is copied, and stays too. Damaged objects stay. Raises as
     `copy_namespace`, and ConfigError if source and destination are one store.
     """
-    index = build_index(origin, jobs)
+    index = build_index(origin)
     if not dry_run:
         check_apart(origin.store, target)
     copied = copy_namespace(origin, target, secret, keys, index, jobs, progress, dry_run, recheck=True)

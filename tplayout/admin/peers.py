@@ -90,7 +90,6 @@ def store_to_tier(
     target: Tier,
     rows: Rows,
     hashes: Sequence[bytes],
-    jobs: int = 1,
     progress: Progress = silent,
     dry_run: bool = False,
 ) -> Report:
@@ -103,7 +102,7 @@ def store_to_tier(
             f"chunks of {origin.chunk_tokens} tokens do not hold whole files of {target.file_tokens}: convert to "
             "--chunk-tokens of a multiple first"
         )
-    chunks = prompt_chunks(build_index(origin, jobs), tokens)
+    chunks = prompt_chunks(build_index(origin), tokens)
     report = Report(prefixes=1, namespace=origin.name)
     if dry_run:
         report.files_written = len(chunks) * origin.chunk_tokens // target.file_tokens
@@ -128,7 +127,7 @@ def store_to_transformers(
     Raises NotFound if nothing of the prompt is stored, GeometryError for a model whose KV such a file cannot hold.
     """
     check_geometry(origin.identity.geometry)
-    chunks = prompt_chunks(build_index(origin, jobs), tokens)
+    chunks = prompt_chunks(build_index(origin), tokens)
     report = Report(prefixes=1, namespace=origin.name)
     report.files_written = 1
     if dry_run:

@@ -76,11 +76,11 @@ def rechunk(
     report.losses = {
         new.name: one.losses for (_, new), one in zip(pairs, converters, strict=True) if one.losses is not None
     }
-    index = build_index(origin, jobs)
+    index = build_index(origin)
     paths = list(index.prefixes()) if keys is None else [path_to(index, key) for key in keys]
     skip_gaps(index, report)
     for path in paths:
-        chunks = chunks_of(index, path, jobs)
+        chunks = chunks_of(index, path)
         tokens = [token for chunk in chunks for token in chunk.tokens]
         extras = carried_extras(chunks, target.chunk_tokens)
         if extras is None:

@@ -23,6 +23,7 @@ from tplayout.format.keys import ChunkId
 from tplayout.format.layout import ChunkLayout
 
 Bits = NDArray[Any]
+_BATCH = 256
 
 
 class Source(Protocol):
@@ -151,7 +152,11 @@ def read_prefix(
 
 
 def _exist(target: OpenNamespace, places: Sequence[tuple[ChunkId, int]]) -> dict[tuple[ChunkId, int], bool]:
-    found = target.store.exists([target.object_name(chunk.key, group) for chunk, group in places])
+    """Which objects are there. A batch at a time, since each has the deadline of one operation."""
+    found: list[bool] = []
+    for start in range(0, len(places), _BATCH):
+        batch = places[start : start + _BATCH]
+        found += target.store.exists([target.object_name(chunk.key, group) for chunk, group in batch])
     return dict(zip(places, found, strict=True))
 
 

@@ -189,7 +189,7 @@ def _to_shards(source: str, destination: str, options: dict[str, Any], tick: Any
         stages = stages_of(origin.identity.geometry, options["pp"], _partition(options["pp_partition"]))
         keys = None
         if options["prefixes"] or prompts:
-            keys = selected(build_index(origin, options["jobs"]), options["prefixes"], prompts, options["salt"])
+            keys = selected(build_index(origin), options["prefixes"], prompts, options["salt"])
         return export_shards(
             origin,
             local_path(destination),
@@ -219,7 +219,7 @@ def _to_store(source: str, destination: str, options: dict[str, Any], tick: Any)
         identity = changed_identity(origin.identity, options["chunk_tokens"], options["dtype"])
         keys = None
         if options["prefixes"] or prompts:
-            keys = selected(build_index(origin, options["jobs"]), options["prefixes"], prompts, options["salt"])
+            keys = selected(build_index(origin), options["prefixes"], prompts, options["salt"])
         return rechunk(
             origin,
             target,

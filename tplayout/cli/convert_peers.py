@@ -134,7 +134,7 @@ def convert_to_tier(source: str, destination: str, options: dict[str, Any], tick
         group = only_group(origin.identity.geometry)
         rows = rows_of(tier, group, options["engine_tp"], options["page_order"])
         hashes = tier.hashes(tokens, options["hash_algo"], options["hash_seed"])
-        return store_to_tier(origin, tokens, tier, rows, hashes, options["jobs"], tick, options["dry_run"])
+        return store_to_tier(origin, tokens, tier, rows, hashes, tick, options["dry_run"])
 
 
 def convert_to_transformers(source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:

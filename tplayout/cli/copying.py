@@ -100,7 +100,7 @@ def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> d
         for namespace in chosen:
             keys, index = None, None
             if options["prefixes"] or prompts:
-                index = build_index(namespace, jobs)
+                index = build_index(namespace)
                 keys = selected(index, options["prefixes"], prompts, options["salt"])
             if move:
                 report = move_namespace(namespace, target, secret, keys, jobs, tick, options["dry_run"])

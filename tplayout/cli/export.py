@@ -62,7 +62,7 @@ def command(url: str, file: Path, as_json: bool, **options: Any) -> int:
     prompts = [read_token_file(path) for path in options["token_files"]]
     with open_store(url, options["storage_options"], options["timeout"]) as store, progress("exporting") as tick:
         origin = choose_namespace(store, options["namespace"], options["secret"])
-        index = build_index(origin, options["jobs"])
+        index = build_index(origin)
         keys = selected(index, options["prefixes"], prompts, options["salt"])
         done = export_prefixes(index, keys, file, options["jobs"], tick, options["dry_run"])
     if as_json:
