@@ -69,3 +69,22 @@ def test_models_that_are_not_converted_are_refused_by_name():
     for groups in ((window,), (latent,), (uneven,), (GROUP, Group("window-8", "window", (1,), 2, PARTS, "F16", 8))):
         with pytest.raises(GeometryError):
             only_group(Geometry(16, groups))
+
+
+def test_values_that_say_nothing_are_refused():
+    """Equal everywhere is not V; one head that is alike for all tokens, by a bias, may be."""
+    tokens = [0, 1, 2, 3, 3, 1, 2, 0]
+    random = np.random.default_rng(3)
+    group = Group("full", "full", (0,), 4, PARTS, "F16")
+    k = random.standard_normal((4, 8, 16)).astype("f2").view("u2")
+    table = random.standard_normal((4, 4, 16))
+    for alike, fine in ((1, True), (4, False)):
+        table[:, :alike] = table[:1, :alike]
+        v = np.ascontiguousarray(table[tokens].transpose(1, 0, 2).astype("f2")).view("u2")
+        data = join_page(k, v, "hnd")
+        paged = PagedSource(group, "hnd", 8, 8, lambda page, layer, data=data: [(range(4), data)])
+        if fine:
+            check_statement(paged, tokens, "it")
+        else:
+            with pytest.raises(ConfigError, match="do not fit"):
+                check_statement(paged, tokens, "it")

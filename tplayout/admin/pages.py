@@ -144,11 +144,12 @@ def check_statement(source: PagedSource, tokens: Sequence[int], stated: str) -> 
     same = _apart([(read[a][1], read[b][1]) for a, b in pairs])
     others = [(a, b) for a, b in pairwise(wanted) if ids[a] != ids[b]]
     apart = _apart([(read[a][1], read[b][1]) for a, b in others]) if others else np.ones(1)
-    if not same.max() <= _SAME or not apart.min() >= _APART:
+    # A bias may make some heads alike for all tokens; if most are, this is no V at all.
+    if not same.max() <= _SAME or not np.median(apart) >= _APART:
         head = int(same.argmax())
         raise ConfigError(
             f"the values do not fit {stated}: in the first layer equal tokens must have equal V, but in head {head} "
-            f"they differ by {same[head]:.0%} (different tokens: {apart.min():.0%} or more). State what the engine "
+            f"they differ by {same[head]:.0%} (different tokens: by {np.median(apart):.0%}). State what the engine "
             "really had (TP size, block size, page order, tokens)"
         )
 
