@@ -71,7 +71,7 @@ class TPLayoutStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """One flat row for vLLM's periodic log line."""
         skips = {f"skipped ({reason})": count for reason, count in self.data.get(SKIPS, {}).items()}
-        rows = {**self.data.get("counters", {}), **skips}
+        rows = {**self.data.get("counters", {}), **skips, **self.data.get("gauges", {})}
         return {name: round(value, 3) for name, value in rows.items()}
 
     def is_empty(self) -> bool:

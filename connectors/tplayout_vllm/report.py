@@ -25,10 +25,10 @@ class Report:
         self._skipped: Counter[str] = Counter()
         self._gauges_at = 0.0
 
-    def take(self, unkeyable: Mapping[str, int], idle_steps: int) -> TPLayoutStats:
-        """Increases since the last call. unkeyable, idle_steps: the scheduler's own counts since the start."""
-        now = self._stager.counters()
-        counted = Counter({name: now[name] for name in COUNTERS if name in now} | {"idle_steps": idle_steps})
+    def take(self, own: Mapping[str, int], unkeyable: Mapping[str, int]) -> TPLayoutStats:
+        """Increases since the last call. own, unkeyable: the scheduler's counts, the latter by reason."""
+        now = {**self._stager.counters(), **own}
+        counted = Counter({name: now[name] for name in COUNTERS if name in now})
         skipped = Counter({f"request-{reason}": count for reason, count in unkeyable.items()})
         for family, prefix in _FAMILIES.items():
             skipped.update({f"{prefix}-{reason}": count for reason, count in now[family].items()})

@@ -64,7 +64,7 @@ class SchedulerSide:
         self._waiting: set[str] = set()
         self._keying = Keying(self._chunk)
         self._unkeyable: Counter[str] = Counter()
-        self._idle_steps = 0
+        self._counted: Counter[str] = Counter()
         self._report = Report(stager)
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -126,6 +126,7 @@ class SchedulerSide:
 
     def loads_ended(self, finished: set[str], failed: set[str]) -> None:
         """All ranks ended these loads: their slots may be reused. A failed one is computed, not tried again."""
+        self._counted["load_failures"] += len(failed)
         for request_id in finished | failed:
             self._loading.discard(request_id)
             search.release(self._stager, request_id)
@@ -180,7 +181,7 @@ class SchedulerSide:
         if meta.loads or meta.saves:
             meta.staging = self._staging
         elif self._waiting and not output.num_scheduled_tokens:
-            self._idle_steps += 1
+            self._counted["idle_steps"] += 1
             self._stager.wait(IDLE_WAIT)
         return meta
 
@@ -230,7 +231,7 @@ class SchedulerSide:
     def take_stats(self) -> TPLayoutStats:
         """What was counted since the last call, and how the pool stands."""
         self._stager.poll()
-        return self._report.take(self._unkeyable, self._idle_steps)
+        return self._report.take(self._counted, self._unkeyable)
 
     def reset(self) -> None:
         """Forget what is held in host memory and believed to be stored; what is being loaded stays."""

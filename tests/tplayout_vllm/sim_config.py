@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -68,9 +69,14 @@ def make_model_directory(directory: Path) -> Path:
 @lru_cache
 def _base_config(directory: str) -> VllmConfig:
     init_none_hash(sha256)
-    return EngineArgs(
+    environ = dict(os.environ)
+    config = EngineArgs(
         model=directory, skip_tokenizer_init=True, max_model_len=MAX_LEN, dtype="float32", block_size=32
     ).create_engine_config()
+    # vLLM's CPU platform preloads libraries into all processes to come, those of other tests too.
+    os.environ.clear()
+    os.environ.update(environ)
+    return config
 
 
 def vllm_config(directory: Path, setup: Setup, url: str) -> VllmConfig:

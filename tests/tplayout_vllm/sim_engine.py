@@ -103,7 +103,7 @@ class SimEngine:
         self.claims: dict[str, list[tuple[int, int]]] = {}
         self.failed: set[str] = set()  # requests with a load that failed
         self.steps = 0
-        self._stats = TPLayoutStats.of({})
+        self.reported = TPLayoutStats.of({})
         self._poisoned: set[int] = set()
         self._freed: dict[int, _Job | None] = {}  # to be poisoned when that step has run
         self._watch_claims()
@@ -152,7 +152,7 @@ class SimEngine:
 
     def stats(self, name: str, part: str = "counters") -> float:
         """The sum of what was reported to vLLM. part: counters, skips, or gauges (the last one)."""
-        return self._stats.data[part].get(name, 0)
+        return self.reported.data[part].get(name, 0)
 
     def run(self, text: Text, prompt: int, outputs: int = 4, **more: Any) -> str:
         """A request from start to end, with all saves published."""
@@ -239,7 +239,7 @@ class SimEngine:
         assert job.result is not None
         for outputs in self.scheduler.update_from_output(job.output, job.result).values():
             if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:
-                self._stats.aggregate(TPLayoutStats(data=outputs.scheduler_stats.kv_connector_stats))
+                self.reported.aggregate(TPLayoutStats(data=outputs.scheduler_stats.kv_connector_stats))
         if self.setup.drafts and not self.setup.asynchronous:
             drafts = {name: state.drafts for name, state in self._running.items() if state.drafts}
             self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))

@@ -44,8 +44,11 @@ class Loads:
             if Part.LOADING in parts.values() and not self._pool.reads.closed:
                 return None, Staged.SUSPENDED
             missing = tuple(group for group in groups if parts[group] is Part.EMPTY)
+            if not missing and not table.readable(slot, groups):
+                return slot, Staged.COMING
             if not missing:
-                return slot, Staged.READY if table.readable(slot, groups) else Staged.COMING
+                self._pool.counters["host_hits"] += 1
+                return slot, Staged.READY
         refusal = self._refusal(chunk.key)
         if refusal is not None:
             return None, refusal

@@ -179,10 +179,10 @@ class Stager:
     def counters(self) -> dict[str, Any]:
         """Sums since the start, cheap enough for every step.
 
-        loads, load_bytes, load_seconds, misses, verification_failures, saves, save_bytes, save_seconds,
+        loads, load_bytes, load_seconds, host_hits, misses, verification_failures, saves, save_bytes, save_seconds,
         io_restarts; by reason: load_errors, save_errors, save_skips, lookups.
         """
-        names = ("loads", "load_bytes", "misses", "verification_failures", "saves", "save_bytes")
+        names = ("loads", "load_bytes", "host_hits", "misses", "verification_failures", "saves", "save_bytes")
         sums: dict[str, Any] = {name: self._pool.counters[name] for name in names}
         sums |= {name: self._pool.seconds[name] for name in ("load_seconds", "save_seconds")}
         families: dict[str, dict[str, int]] = {name: {} for name in _FAMILIES}

@@ -1,0 +1,162 @@
+"""One rank's copies: what it writes, marks and reports, and that no failure of it leaves the worker."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from sim_config import Setup, report
+from sim_model import DelayedCopies, Rank, SimModel, Text, layer_name
+
+from tplayout.format.chunk import chunk_layout
+from tplayout.staging.region import Region, RegionPlan
+from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer
+from tplayout_vllm.placement import Placement, place
+
+MODEL = SimModel((None, 64), heads=4)
+CHUNK = 64
+TABLES = ([3, 5, 2], [1, 4, 6])
+
+
+class Machine:
+    """All ranks of one engine and a region for them, without a Stager."""
+
+    def __init__(self, tp: int) -> None:
+        setup = Setup(model=MODEL, tp=tp)
+        self.ranks = [Rank(MODEL, (tp, rank), 32, 32, 8, "column") for rank in range(tp)]
+        reports = {(0, number): report(setup, rank) for number, rank in enumerate(self.ranks)}
+        self.placement: Placement = place(reports, CHUNK, MODEL.heads, tp)
+        self.layouts = [chunk_layout(self.placement.geometry, group, "xxh3-128") for group in range(2)]
+        self.writers = tuple(map(len, self.placement.writers))
+        self.region = self.new_region()
+        self.text = Text(range(10, 20))
+
+    def new_region(self) -> Region:
+        return Region.create(RegionPlan(3, tuple(layout.nbytes for layout in self.layouts), self.writers))
+
+    def ref(self, region: Region | None = None) -> StagingRef:
+        places, writers = self.placement.places, self.placement.writers
+        ref = (region or self.region).ref
+        return StagingRef(ref, self.placement.geometry, "xxh3-128", None, places, writers)
+
+    def compute(self, tokens: int) -> None:
+        for rank in self.ranks:
+            for layer in range(2):
+                rank.write(layer, TABLES[MODEL.table_of(layer)], 0, self.text.history(0, tokens))
+
+    def heads(self, slot: int, layer: int) -> list[torch.Tensor]:
+        """A chunk in the region: of each head a view, int32 [2, tokens, dim]."""
+        group, position = self.placement.places[layer_name(layer)]
+        view, layout = self.region.slot(slot, group), self.layouts[group]
+        spans = [layout.cell_range(head, position) for head in range(MODEL.heads)]
+        return [torch.frombuffer(view[s.start : s.stop], dtype=torch.int32).view(2, CHUNK, -1) for s in spans]
+
+    def cells(self, slot: int, layer: int) -> torch.Tensor:
+        """int32 [tokens, heads, 2, dim] of a chunk in the region."""
+        return torch.stack(self.heads(slot, layer)).permute(2, 0, 1, 3)
+
+    def wanted(self, layer: int, first: int = 0, last: int = CHUNK) -> torch.Tensor:
+        return MODEL.kv(layer, range(MODEL.heads), self.text.history(first, last))
+
+
+def step(kind: str, ref: StagingRef | None, *copies: ChunkCopy, request: str = "r") -> StepMetadata:
+    return StepMetadata(ref, **{kind: [Transfer(request, TABLES, copies)]})
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_ranks_fill_and_mark_an_object_together(tp: int) -> None:
+    machine = Machine(tp)
+    machine.compute(CHUNK)
+    for number, rank in enumerate(machine.ranks):
+        assert number > 3 or not machine.region.marked(1, 0, 7)
+        rank.side.save(step("saves", machine.ref(), ChunkCopy(1, 7, 0, 0, CHUNK, (0, 1))))
+    for layer in range(2):
+        assert machine.region.marked(1, layer, 7)
+        assert torch.equal(machine.cells(1, layer), machine.wanted(layer))
+    moved = sum(rank.side.take_counters().get("save_copy_bytes", 0) for rank in machine.ranks)
+    assert moved == 2 * machine.wanted(0).numel() * 4  # of replicas one writes
+
+
+def test_only_the_named_groups_are_copied_and_marked() -> None:
+    machine = Machine(2)
+    machine.compute(CHUNK)
+    for rank in machine.ranks:
+        rank.side.save(step("saves", machine.ref(), ChunkCopy(0, 3, 0, 0, CHUNK, (1,))))
+    assert machine.region.marked(0, 1, 3)
+    assert not machine.region.settled(0, 0, 3)
+    assert int(machine.cells(0, 0).abs().sum()) == 0
+
+
+@pytest.mark.parametrize("tp", [1, 4, 8])
+def test_what_is_loaded_lies_where_the_tables_say(tp: int) -> None:
+    """Tokens 70 to 99 of a request, from its second chunk; all others keep what they hold."""
+    machine = Machine(tp)
+    for layer in range(2):
+        for view, cells in zip(
+            machine.heads(2, layer), machine.wanted(layer, CHUNK, 2 * CHUNK).permute(1, 2, 0, 3), strict=True
+        ):
+            view.copy_(cells)
+    blocks = [block for block in range(8) if block not in {*TABLES[0], *TABLES[1]}]
+    for rank in machine.ranks:
+        rank.side.load(step("loads", machine.ref(), ChunkCopy(2, 1, CHUNK, 70, 96, (0, 1))))
+        assert rank.side.take_results() == ({"r"}, set())
+        assert rank.side.take_results() == (set(), set())
+        for layer in range(2):
+            found = rank.read(layer, TABLES[MODEL.table_of(layer)], 0, 96)
+            assert torch.equal(found[70:], MODEL.kv(layer, rank.heads, machine.text.history(70, 96)))
+            assert len(found[:70].unique()) == 1  # poison
+        assert rank.poisoned(blocks)
+
+
+def test_a_load_ends_when_its_copies_have() -> None:
+    machine = Machine(1)
+    side = machine.ranks[0].side
+    side._copies = copies = DelayedCopies()
+    side.load(step("loads", machine.ref(), ChunkCopy(0, 1, 0, 0, CHUNK, (0, 1))))
+    assert side.take_results() == (set(), set())
+    copies.flush()
+    assert side.take_results() == ({"r"}, set())
+
+
+def test_failures_are_reported_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine(1)
+    side = machine.ranks[0].side
+    gone = copy.copy(machine.ref())
+    object.__setattr__(gone, "region", gone.region.__class__(gone.region.pid, 999_999, gone.region.nbytes, "x"))
+    logger = logging.getLogger("vllm.tplayout")
+    logger.addHandler(caplog.handler)
+    try:
+        side.load(step("loads", gone, ChunkCopy(0, 1, 0, 0, CHUNK, (0,)), request="lost"))
+        side.load(step("loads", None, ChunkCopy(0, 1, 0, 0, CHUNK, (0,)), request="nowhere"))
+        side.save(step("saves", gone, ChunkCopy(0, 1, 0, 0, CHUNK, (0,)), request="kept"))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert side.take_results() == ({"lost", "nowhere"}, {"lost", "nowhere"})
+    for name in ("lost", "nowhere", "kept"):
+        assert any(f"request {name} failed" in record.getMessage() for record in caplog.records)
+
+
+def test_a_failed_save_gives_its_slots_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(1)
+    machine.compute(CHUNK)
+    side = machine.ranks[0].side
+    copies = (ChunkCopy(0, 4, 0, 0, CHUNK, (0, 1)), ChunkCopy(1, 9, CHUNK, CHUNK, 10**6, (0, 1)))
+    side.save(step("saves", machine.ref(), *copies))  # the second one is outside its chunk
+    for slot, generation in ((0, 4), (1, 9)):
+        assert machine.region.settled(slot, 0, generation)
+        assert not machine.region.marked(slot, 0, generation)
+
+
+def test_a_new_region_is_taken_over() -> None:
+    """The scheduler's process has started anew."""
+    machine = Machine(1)
+    machine.compute(CHUNK)
+    side = machine.ranks[0].side
+    side.save(step("saves", machine.ref(), ChunkCopy(0, 1, 0, 0, CHUNK, (0,))))
+    other = machine.new_region()
+    side.save(step("saves", machine.ref(other), ChunkCopy(0, 1, 0, 0, CHUNK, (0,))))
+    assert other.marked(0, 0, 1)
+    machine.region = other
+    assert torch.equal(machine.cells(0, 0), machine.wanted(0))
+    side.close()
+    side.close()
