@@ -15,10 +15,14 @@ BlockTables = tuple[list[int], ...]
 
 @dataclass(frozen=True)
 class Tables:
-    """block_sizes: tokens a block, by KV-cache group. of_group: the KV-cache groups that hold each canonical group."""
+    """block_sizes: tokens a block, by KV-cache group. of_group: the KV-cache groups that hold each canonical group.
+
+    kept: KV-cache groups that give no block back before a request ends, whatever the windows of their layers.
+    """
 
     block_sizes: tuple[int, ...]
     of_group: tuple[tuple[int, ...], ...]
+    kept: frozenset[int] = frozenset()
 
     def has(self, tables: BlockTables, group: int, first: int, last: int) -> bool:
         """Whether every token of [first, last) has a block in every table of the group."""

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tplayout.errors import ConfigError
+from tplayout_vllm.blocks import Tables
 from tplayout_vllm.metadata import LayerReport, WorkerReport, this_machine
 from tplayout_vllm.probe import LayoutUnknown, PageLayout, discover_layer
 from tplayout_vllm.worker import FoundLayer
@@ -58,6 +59,15 @@ def discover_worker(
         reports.append(report)
         found.append(FoundLayer(name, table, layer.kv_cache, layout, _ratio(name, cache, layer.kv_cache, spec)))
     return WorkerReport(tuple(reports), this_machine()), found
+
+
+def block_tables(kv_cache_config: Any, of_group: tuple[tuple[int, ...], ...]) -> Tables:
+    """The engine's block tables. of_group: the KV-cache groups that hold each canonical group."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    # A group of layers that differ but for their blocks holds a spec a layer.
+    kinds = [next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values())) for spec in specs]
+    kept = frozenset(table for table, kind in enumerate(kinds) if not isinstance(kind, SlidingWindowSpec))
+    return Tables(tuple(spec.block_size for spec in specs), of_group, kept)
 
 
 def is_draft(name: str, vllm_config: Any) -> bool:
@@ -102,7 +112,7 @@ def _discover(
         heads=layout.parts[0].shape[1],
         parts=parts,
         dtype=dtype,
-        window=getattr(spec, "sliding_window", None),
+        window=_window(layer, spec),
         latent=latent,
         scales=_scales(name, layer, latent) if dtype.startswith("F8") else None,
         layout=", ".join(part.describe() for part in layout.parts),
@@ -114,7 +124,8 @@ def _check_kind(name: str, layer: Any, spec: Any) -> None:
     for kind, text in _REFUSED.items():
         if isinstance(spec, kind):
             raise ConfigError(f"layer {name} ({text}) is not supported by TPLayoutConnector; run without it")
-    if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
+    # Not their subclasses: each stores something else, or drops tokens in a way of its own.
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
         raise ConfigError(f"layer {name} ({type(spec).__name__}) is of a kind that TPLayoutConnector does not know")
     if getattr(spec, "non_causal", False):
         raise ConfigError(f"layer {name} attends non-causally: its KV depends on later tokens and cannot be shared")
@@ -122,6 +133,14 @@ def _check_kind(name: str, layer: Any, spec: Any) -> None:
         raise ConfigError(f"layer {name} ({type(spec).__name__}) drops tokens in a way TPLayoutConnector does not know")
     if getattr(spec, "tokens_per_state", 1) != 1:
         raise ConfigError(f"layer {name} stores {spec.tokens_per_state} tokens a state, TPLayoutConnector only 1")
+
+
+def _window(layer: Any, spec: Any) -> int | None:
+    """Tokens of a layer's sliding window. One table of full-attention blocks may serve layers with and without."""
+    window = getattr(spec, "sliding_window", None)
+    if window is not None and not isinstance(spec, SlidingWindowSpec):
+        window = layer.sliding_window
+    return None if window is None else int(window)
 
 
 def _dtype(name: str, layer: Any, spec: Any) -> str:

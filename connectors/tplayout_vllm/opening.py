@@ -22,7 +22,7 @@ from tplayout.staging.region import RegionPlan
 from tplayout.staging.stager import Stager
 from tplayout.storage.redact import redact
 from tplayout.storage.url import open_store
-from tplayout_vllm.blocks import Tables
+from tplayout_vllm.discovery import block_tables
 from tplayout_vllm.metadata import StagingRef, WorkerReport, this_machine
 from tplayout_vllm.options import Options
 from tplayout_vllm.placement import Placement, Rank, place
@@ -118,11 +118,10 @@ def open_scheduler_side(
         hasher.name,
         transfer.kv_role,
     )
-    sizes = tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
     return SchedulerSide(
         stager,
         staging,
-        Tables(sizes, placement.tables),
+        block_tables(kv_cache_config, placement.tables),
         identity.digest(),
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,

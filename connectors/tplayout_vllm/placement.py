@@ -51,6 +51,11 @@ def _merge(reports: Mapping[Rank, WorkerReport]) -> dict[int, LayerReport]:
     for rank, report in sorted(reports.items()):
         for layer in report.layers:
             other = layers.setdefault(layer.index, layer)
+            if other.name != layer.name:
+                raise ConfigError(
+                    f"layers {other.name} and {layer.name} have the same number: TPLayoutConnector does not support "
+                    "models with several caches a layer"
+                )
             if other != layer:
                 raise ConfigError(
                     f"rank pp{rank[0]} tp{rank[1]} sees layer {layer.name} as {layer}, another rank as {other}: "

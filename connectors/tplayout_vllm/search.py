@@ -28,8 +28,13 @@ class Windows:
 
     @classmethod
     def of(cls, geometry: Geometry, tables: Tables) -> Windows:
-        """The window groups of a geometry."""
-        return cls({g: group.window for g, group in enumerate(geometry.groups) if group.window is not None}, tables)
+        """The window groups of a geometry. One whose blocks the engine keeps must be filled like any other."""
+        sizes = {
+            index: group.window
+            for index, group in enumerate(geometry.groups)
+            if group.window is not None and tables.kept.isdisjoint(tables.of_group[index])
+        }
+        return cls(sizes, tables)
 
     def start(self, group: int, end: int) -> int:
         """The first token that a hit ending at token `end` must fill.

@@ -119,8 +119,12 @@ def kv_cache_config(setup: Setup) -> KVCacheConfig:
     shape = {"block_size": setup.block, "num_kv_heads": heads, "head_size": model.dim, "dtype": torch.float32}
     groups = []
     for layers in model.tables:
-        window = model.windows[layers[0]]
-        spec = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+        windows = {model.windows[layer] for layer in layers}
+        spec = (
+            SlidingWindowSpec(**shape, sliding_window=windows.pop())
+            if model.hybrid and None not in windows
+            else FullAttentionSpec(**shape, sliding_window=max((w for w in windows if w is not None), default=None))
+        )
         groups.append(KVCacheGroupSpec([layer_name(layer) for layer in layers], spec))
     return KVCacheConfig(num_blocks=setup.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 

@@ -63,15 +63,21 @@ def _mix(state: int, token: int) -> int:
 
 @dataclass(frozen=True)
 class SimModel:
-    """windows: a layer's sliding window, None for full attention. heads: KV heads of the whole model."""
+    """windows: a layer's sliding window, None for full attention. heads: KV heads of the whole model.
+
+    hybrid: window layers give blocks back; without, as with --disable-hybrid-kv-cache-manager, all share one table.
+    """
 
     windows: tuple[int | None, ...] = (None, None)
     heads: int = 4
     dim: int = 4
+    hybrid: bool = True
 
     @property
     def tables(self) -> list[list[int]]:
         """Layers by KV-cache group, full attention last, as vLLM has them."""
+        if not self.hybrid:
+            return [list(range(len(self.windows)))]
         kinds = sorted(set(self.windows), key=lambda window: (window is None, window))
         return [[i for i, window in enumerate(self.windows) if window == kind] for kind in kinds]
 

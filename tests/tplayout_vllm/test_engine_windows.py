@@ -102,3 +102,20 @@ def test_two_windows_of_different_size(sim: Sim) -> None:
     reader = sim.engine(model=model, blocks=150, tp=2, block=128)
     assert reader.loaded(reader.run(text, 700, 20)) == 640
     sim.check_store()
+
+
+def test_windows_that_give_no_blocks_back_are_loaded_for_whole(sim: Sim) -> None:
+    """With --disable-hybrid-kv-cache-manager the engine offers every block to the next request."""
+    model = SimModel(MIXED.windows, hybrid=False)
+    text = sim.text(9)
+    sim.engine(model=model, blocks=150, tp=2).run(text, 1100, 1)
+    reader = sim.engine(model=model, blocks=60, block=64)
+    assert reader.loaded(reader.run(text, 1001, 1)) == 960
+    for tokens in (500, 800, 200):
+        reader.run(text, tokens, 1)
+    sim.check_store()
+    # An engine whose window layers do give blocks back reads the same store, and the other way round.
+    hybrid = sim.engine(model=MIXED, blocks=150)
+    assert hybrid.loaded(hybrid.run(text, 1001, 200)) == 960
+    assert reader.loaded(reader.run(sim.text(10, text, 1001), 1100, 1)) == 0  # held by the engine itself
+    sim.check_store()

@@ -72,6 +72,13 @@ def test_ranks_that_disagree_are_refused() -> None:
         place(ranks, 256, 4, 2)
 
 
+def test_two_caches_of_one_layer_are_refused() -> None:
+    """As models with an indexer beside their attention have them."""
+    rows = (layer(0, 4), replace(layer(0, 4), name="model.layers.0.self_attn.indexer.k_cache"))
+    with pytest.raises(ConfigError, match=r"self_attn\.attn and .*k_cache have the same number"):
+        place({(0, 0): WorkerReport(rows)}, 256, 4, 1)
+
+
 def test_a_split_of_heads_that_is_not_vllm_s_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"has 3 KV heads a rank where 4 heads over TP=2 give 2"):
         place({(0, r): WorkerReport((layer(0, 3),)) for r in range(2)}, 256, 4, 2)
