@@ -68,6 +68,16 @@ class Objects:
         for buffer, chunk in zip(self.buffers, self.chunks, strict=True):
             verify(buffer, self.layout, self.namespace, chunk.key, self.hasher)
 
+    def seal_and_put(self, store: Store) -> None:
+        """What saving costs."""
+        self.seal()
+        self.put(store)
+
+    def get_and_verify(self, store: Store) -> None:
+        """What loading costs."""
+        self.get(store)
+        self.verify()
+
 
 def geometry(setting: Setting) -> Geometry:
     """One group of bfloat16."""
@@ -85,21 +95,21 @@ def local_rows(setting: Setting, directory: Path) -> Iterator[Row]:
         yield compare(
             "seal + put, file://",
             "write + rename of the same bytes",
-            lambda: (objects.seal(), objects.put(store)),
+            lambda: objects.seal_and_put(store),
             lambda: write_files(plain, objects.buffers),
             setting,
         )
         yield compare(
             "get + verify, file://",
             "readinto of the same bytes",
-            lambda: (objects.get(store), objects.verify()),
+            lambda: objects.get_and_verify(store),
             lambda: read_files(plain, objects.buffers),
             setting,
         )
         yield compare(
             "get + verify, file://",
             "get alone",
-            lambda: (objects.get(store), objects.verify()),
+            lambda: objects.get_and_verify(store),
             lambda: objects.get(store),
             setting,
         )
@@ -178,7 +188,7 @@ def reshard_rows(setting: Setting, directory: Path) -> Iterator[Row]:
             read.append(length)
             return get_range(key, start, length, **options)
 
-        store.get_range = counted  # type: ignore[method-assign]
+        store.get_range = counted  # type: ignore[method-assign, assignment]
         cache.get(chunk, shard_of(group, 2, 1))
     share = sum(read) / whole
     yield Row("TP=2 shard of a chunk of TP=4: bytes read", "bytes of the whole object", share, share, share)

@@ -18,11 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tplayout_vllm.discovery import discover_worker
+from tplayout_vllm.guard import Guarded
 from tplayout_vllm.metadata import StepMetadata, WorkerReport
 from tplayout_vllm.metrics import TPLayoutStats, prom_metrics
 from tplayout_vllm.opening import check_setup, open_scheduler_side
 from tplayout_vllm.options import parse_options
-from tplayout_vllm.scheduler import SchedulerSide
 from tplayout_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             if role is KVConnectorRole.SCHEDULER:
                 logger.info("tplayout: kv_load_failure_policy is set to recompute")
-        self._scheduler: SchedulerSide | None = None
+        self._scheduler: Guarded | None = None
         self._worker: WorkerSide | None = None
         self._report: WorkerReport | None = None
         if role is KVConnectorRole.WORKER:
@@ -106,7 +106,7 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """All workers' reports are here: open the namespace and the staging region, or refuse to start."""
         reports = {rank: report for rank, report in metadata.items() if isinstance(report, WorkerReport)}
-        self._scheduler = open_scheduler_side(self._vllm_config, self._kv_cache_config, self._options, reports)
+        self._scheduler = Guarded(open_scheduler_side(self._vllm_config, self._kv_cache_config, self._options, reports))
 
     def on_new_request(self, request: Request) -> None:
         self._side.add(request, self._local_tokens)
@@ -139,7 +139,7 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     @property
-    def _side(self) -> SchedulerSide:
+    def _side(self) -> Guarded:
         if self._scheduler is None:
             raise RuntimeError("TPLayoutConnector: the workers' reports never came; this executor is not supported")
         return self._scheduler

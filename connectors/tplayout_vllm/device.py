@@ -19,6 +19,9 @@ from tplayout_vllm.pages import Canonical, Run, gather, scatter
 logger = logging.getLogger("vllm.tplayout")
 
 
+_Ending = tuple[Any, Callable[[], None], Callable[[], None] | None]  # event, action, what to do if it failed
+
+
 class HostCopies:
     """Pages in host memory: tokens move straight between page and slot, and a copy is over when it returns."""
 
@@ -30,8 +33,8 @@ class HostCopies:
         """Copy `src`, a view of a slot, to tokens [first, last) of the pages."""
         scatter(run, table, first, last, src)
 
-    def after(self, action: Callable[[], None]) -> None:
-        """Run `action` once every copy so far has ended."""
+    def after(self, action: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
+        """Run `action` once every copy so far has ended. `failed` is never needed: such a copy raises itself."""
         action()
 
     def pin(self, region: torch.Tensor) -> None:
@@ -54,7 +57,9 @@ class StreamCopies:
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         self._pinned: torch.Tensor | None = None
-        self._pending: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[tuple[Any, Callable[[], None], Callable[[], None] | None] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._finish, name="tplayout-copies", daemon=True)
         self._thread.start()
 
@@ -74,11 +79,11 @@ class StreamCopies:
                 device.copy_(host, non_blocking=True)
             scatter(run, table, first, last, buffer)
 
-    def after(self, action: Callable[[], None]) -> None:
-        """Run `action` on a thread once every copy so far has ended."""
+    def after(self, action: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
+        """Run `action` on a thread once every copy so far has ended, or `failed` if the device reports an error."""
         event = self._module.Event()
         event.record(self._stream)
-        self._pending.put((event, action))
+        self._pending.put((event, action, failed))
 
     def pin(self, region: torch.Tensor) -> None:
         """Page-lock the staging region, so that copies are asynchronous; without it they are only slower."""
@@ -107,12 +112,16 @@ class StreamCopies:
 
     def _finish(self) -> None:
         while (item := self._pending.get()) is not None:
-            event, action = item
+            event, action, failed = item
             try:
                 event.synchronize()
-                action()
             except Exception:
                 logger.exception("tplayout: a copy between staging and device failed")
+                action = failed or action
+            try:
+                action()
+            except Exception:
+                logger.exception("tplayout: the end of a copy could not be noted")
 
 
 def copies_for(device: torch.device) -> HostCopies | StreamCopies:

@@ -94,11 +94,15 @@ class ChunkCopy:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Copies of one request and its block tables (one list of block ids a vLLM KV-cache group)."""
+    """Copies of one request and its block tables (one list of block ids a vLLM KV-cache group).
+
+    failed: a load that cannot be made, to be reported as such: the engine waits for its end.
+    """
 
     request: str
     tables: tuple[list[int], ...]
     copies: tuple[ChunkCopy, ...]
+    failed: bool = False
 
 
 @dataclass

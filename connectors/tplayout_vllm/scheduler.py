@@ -105,15 +105,15 @@ class SchedulerSide:
         tracked.claim = (local, end) if end > local else None
         return max(0, end - local)
 
-    def allocated(self, request: Any, tables: BlockTables, external: int) -> None:
-        """The engine gave blocks for `external` claimed tokens: load into them with this step."""
+    def allocated(self, request: Any, tables: BlockTables, external: int) -> bool:
+        """The engine gave blocks for `external` claimed tokens: load into them with this step. False: no load."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.loading:
-            return
+            return False
         claim, found, tracked.claim, tracked.search = tracked.claim, tracked.search, None, None
         if external == 0 or claim is None or found is None:
             search.release(self._stager, request.request_id)
-            return
+            return False
         first, last = claim[0], claim[0] + external
         copies = [
             copy
@@ -123,6 +123,12 @@ class SchedulerSide:
         self._pending.append(Transfer(request.request_id, tables, tuple(copies)))
         tracked.loading = True
         self._loading.add(request.request_id)
+        return True
+
+    def fail_load(self, request_id: str) -> None:
+        """The engine waits for a load that cannot be made: let the workers report it as failed."""
+        self._pending.append(Transfer(request_id, (), (), failed=True))
+        self._loading.add(request_id)
 
     def loads_ended(self, finished: set[str], failed: set[str]) -> None:
         """All ranks ended these loads: their slots may be reused. A failed one is computed, not tried again."""
@@ -174,15 +180,22 @@ class SchedulerSide:
 
     def step(self, output: Any) -> StepMetadata:
         """The copies of this step. Waits a moment when the engine has nothing to do but wait for the store."""
-        meta = StepMetadata(loads=self._pending)
-        self._pending = []
-        if self._saves and output.num_scheduled_tokens:
-            meta.saves = self._plan_saves(output)
-        if meta.loads or meta.saves:
-            meta.staging = self._staging
-        elif self._waiting and not output.num_scheduled_tokens:
+        saves = self._plan_saves(output) if self._saves and output.num_scheduled_tokens else []
+        if not saves and not self._pending and self._waiting and not output.num_scheduled_tokens:
             self._counted["idle_steps"] += 1
             self._stager.wait(IDLE_WAIT)
+        meta = self.loads_only()  # last: an error before it must not lose them
+        meta.saves = saves
+        if saves:
+            meta.staging = self._staging
+        return meta
+
+    def loads_only(self) -> StepMetadata:
+        """The loads that wait for a step."""
+        meta = StepMetadata(loads=self._pending)
+        self._pending = []
+        if meta.loads:
+            meta.staging = self._staging
         return meta
 
     def _plan_saves(self, output: Any) -> list[Transfer]:

@@ -62,14 +62,17 @@ class WorkerSide:
         """Copy this step's loads from their slots into the pages. What fails is reported, never raised."""
         for transfer in step.loads:
             started = time.perf_counter()
-            failed = False
+            failed = transfer.failed
             try:
-                self._scatter(self._attach(step.staging), transfer)
+                if not failed:
+                    self._scatter(self._attach(step.staging), transfer)
             except Exception:
                 # The engine recomputes the request: a cache must not take it down.
                 logger.exception("tplayout: loading request %s failed, it is computed instead", transfer.request)
                 failed = True
-            self._copies.after(_putter(self._ended, transfer.request, failed))
+            self._copies.after(
+                _putter(self._ended, transfer.request, failed), _putter(self._ended, transfer.request, True)
+            )
             self._count("load_copy_seconds", time.perf_counter() - started)
 
     def save(self, step: StepMetadata) -> None:
@@ -121,7 +124,7 @@ class WorkerSide:
                     out = staging.cells(copy, run.group, run.positions)
                     self._copies.save(run, transfer.tables[run.table], copy.first, copy.last, out)
                     self._count("save_copy_bytes", out.nbytes)
-            self._copies.after(_marker(staging, copy, usable=True))
+            self._copies.after(_marker(staging, copy, usable=True), _marker(staging, copy, usable=False))
 
     def _scatter(self, staging: _Attached, transfer: Transfer) -> None:
         for copy in transfer.copies:
