@@ -90,7 +90,9 @@ class SimEngine:
         )
         self.connector = self.scheduler.connector
         self.connector.set_xfer_handshake_metadata_pp_aware(reports)
-        self.stager = self.connector._scheduler._stager
+        # Without the net below it: an error of the connector's own is to be seen here.
+        self.side = self.connector._scheduler = self.connector._scheduler._side
+        self.stager = self.side._stager
         self._workers = [RankConnector(config, kv_config, rank, reports[0, i]) for i, rank in enumerate(self.ranks)]
         for rank in self.ranks if setup.delayed else ():
             rank.side._copies = DelayedCopies()
@@ -214,7 +216,6 @@ class SimEngine:
 
     def schedule(self) -> None:
         self.steps += 1
-        self._check_free()
         output = self.scheduler.schedule()
         # What workers get is a copy, made when the step is sent.
         output.kv_connector_metadata = copy.deepcopy(output.kv_connector_metadata)
@@ -231,6 +232,7 @@ class SimEngine:
         results = [self._worker_step(worker, job.output, sampled) for worker in self._workers]
         job.result = self._aggregator.aggregate(results)
         self.failed |= job.result.kv_connector_output.failed_recving
+        self._check_free()
         self._poison_free()
 
     def update(self) -> None:
@@ -349,7 +351,6 @@ class SimEngine:
 
     def _poison_free(self) -> None:
         """Poison what has become free, once the steps have run that were sent while it was in use."""
-        self._check_free()
         free = self._free()
         unrun = [job for job in self._jobs if job.result is None]
         for block in free - self._poisoned - self._freed.keys():
@@ -372,7 +373,7 @@ class SimEngine:
 
         def watched(request: Request, blocks: Any, external: int) -> None:
             if external:
-                local = self.connector._scheduler._tracked[request.request_id].claim[0]
+                local = self.side._tracked[request.request_id].claim[0]
                 self.claims.setdefault(request.request_id, []).append((local, external))
             real(request, blocks, external)
 

@@ -6,6 +6,7 @@ prefix, layer, head or token is told from the right one, bit for bit.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -73,7 +74,7 @@ class SimModel:
     dim: int = 4
     hybrid: bool = True
 
-    @property
+    @cached_property
     def tables(self) -> list[list[int]]:
         """Layers by KV-cache group, full attention last, as vLLM has them."""
         if not self.hybrid:
@@ -81,8 +82,12 @@ class SimModel:
         kinds = sorted(set(self.windows), key=lambda window: (window is None, window))
         return [[i for i, window in enumerate(self.windows) if window == kind] for kind in kinds]
 
+    @cached_property
+    def _table_of(self) -> dict[int, int]:
+        return {layer: table for table, layers in enumerate(self.tables) for layer in layers}
+
     def table_of(self, layer: int) -> int:
-        return next(table for table, layers in enumerate(self.tables) if layer in layers)
+        return self._table_of[layer]
 
     def kv(self, layer: int, heads: range, history: np.ndarray) -> torch.Tensor:
         """int32 [tokens, heads, 2, dim]: the bits of K and V."""
@@ -121,6 +126,7 @@ class Rank:
         else:
             parts = ((0, (h * d, d, 1)), (n * h * d, (h * d, d, 1)))
         self.layout = PageLayout(n, h * 2 * n * d, tuple(PartLayout((n, h, d), base, steps) for base, steps in parts))
+        self._pages = [self._views(layer) for layer in range(len(model.windows))]
         self.side = WorkerSide(tp, 0)
         self.side.register(
             [
@@ -130,7 +136,7 @@ class Rank:
             ]
         )
 
-    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer as views [kernel blocks, tokens, heads, dim]."""
         memory = self._memory[self.model.tables[self.model.table_of(layer)].index(layer)]
         n, d, h, blocks = self.kernel, self.model.dim, len(self.heads), len(memory)
@@ -146,13 +152,13 @@ class Rank:
         """Store the KV of tokens from `first` on."""
         kv = self.model.kv(layer, self.heads, history)
         page, inside = self._where(blocks, first, first + len(history))
-        for part, pages in enumerate(self.pages(layer)):
+        for part, pages in enumerate(self._pages[layer]):
             pages[page, inside] = kv[:, :, part]
 
     def read(self, layer: int, blocks: Sequence[int], first: int, last: int) -> torch.Tensor:
         """int32 [tokens, heads, 2, dim]."""
         page, inside = self._where(blocks, first, last)
-        return torch.stack([pages[page, inside] for pages in self.pages(layer)], dim=2)
+        return torch.stack([pages[page, inside] for pages in self._pages[layer]], dim=2)
 
     def poison(self, blocks: Sequence[int]) -> None:
         for memory in self._memory:
@@ -186,7 +192,7 @@ class DelayedCopies:
     def load(self, run: Run, table: Sequence[int], first: int, last: int, src: Canonical) -> None:
         self._queue.append(lambda: scatter(run, table, first, last, src))
 
-    def after(self, action: Callable[[], None]) -> None:
+    def after(self, action: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
         self._queue.append(action)
 
     def pin(self, region: torch.Tensor) -> None:

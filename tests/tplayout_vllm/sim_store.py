@@ -1,6 +1,7 @@
 """A store on disk, the simulated engines on it, and what must be in it."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,14 @@ class Sim:
 
     def _check(self, key: bytes, group: int, path: Path) -> bool:
         assert key in self._expected, f"{path.name} is of a text that nobody asked about"
-        side, model = self.engines[-1].connector._scheduler, self.engines[-1].model
+        side, model = self.engines[-1].side, self.engines[-1].model
         layout = chunk_layout(side._staging.geometry, group, side._staging.digest)
         check_object(model, layout, side._namespace, key, path, self._expected[key])
         return True
 
     def _histories(self) -> dict[bytes, np.ndarray]:
         """What every chunk of every text is a function of, by its key."""
-        side, size = self.engines[-1].connector._scheduler, self.engines[-1].setup.chunk
+        side, size = self.engines[-1].side, self.engines[-1].setup.chunk
         return {
             chunk.key: text.history(index * size, (index + 1) * size)
             for text in self.texts
@@ -72,7 +73,7 @@ class Sim:
 
     def path(self, text: Text, chunk: int, group: int = 0) -> Path:
         """Where a chunk of a text is, or would be."""
-        side = self.engines[-1].connector._scheduler
+        side = self.engines[-1].side
         key = self._chunks(side, text, (chunk + 1) * self.engines[-1].setup.chunk)[chunk].key
         return self.store / object_name(side._namespace.hex()[:32], key, group)
 
@@ -85,6 +86,14 @@ class Sim:
     def _chunks(side: Any, text: Text, tokens: int) -> list[Any]:
         extras = [(EXTRA_SALT, text.salt.encode())] if text.salt else []
         return chain(side._namespace, text.upto(tokens), side._chunk, lambda _: extras)
+
+    @staticmethod
+    def wait(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+        """Until the I/O processes have made it true."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"not within {seconds} s"
+            time.sleep(0.005)
 
     def close(self) -> None:
         for engine in self.engines:

@@ -24,6 +24,7 @@ MODELS = (
     SimModel((128, 128, 128, None)),
     SimModel((96, 40, None)),
     SimModel((100, 100)),
+    SimModel((None, 100), hybrid=False),
 )
 SEEDS = range(10)
 LONGEST = 700
