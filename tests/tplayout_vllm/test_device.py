@@ -43,6 +43,8 @@ class Event:
     def synchronize(self) -> None:
         if not self._module.running.wait(10):
             raise TimeoutError
+        if self._module.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 class Accelerator:
@@ -50,6 +52,7 @@ class Accelerator:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.broken = False
         self.running = threading.Event()
         self.running.set()
         self._engine = Stream(self, "engine")
@@ -135,13 +138,21 @@ def test_copies_wait_for_the_engine_and_actions_for_the_copies(copies: StreamCop
     assert done == ["saved", "loaded"]
 
 
-def test_a_failing_action_does_not_end_the_others(
-    copies: StreamCopies, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_action_does_not_end_the_others(copies: StreamCopies) -> None:
     ended = threading.Event()
     copies.after(lambda: 1 // 0)
     copies.after(ended.set)
     assert ended.wait(10)
+
+
+def test_an_error_of_the_device_is_told_from_the_end_of_a_copy(copies: StreamCopies, accelerator: Accelerator) -> None:
+    done: list[str] = []
+    ended = threading.Event()
+    accelerator.broken = True
+    copies.after(lambda: done.append("loaded"), lambda: done.append("failed"))
+    copies.after(ended.set)
+    assert ended.wait(10)
+    assert done == ["failed"]
 
 
 def test_closing_waits_for_what_is_in_flight(copies: StreamCopies, accelerator: Accelerator) -> None:

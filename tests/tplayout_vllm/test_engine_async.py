@@ -4,6 +4,8 @@ With asynchronous scheduling a step is planned before the one ahead of it has ru
 and drafts count as computed until they are rejected.
 """
 
+from typing import Any
+
 import pytest
 from sim_engine import SimEngine
 from sim_store import Sim
@@ -79,6 +81,35 @@ def test_a_generated_chunk_is_stored_when_its_last_token_is_known(sim: Sim) -> N
     assert seen == [(0, 64), (64, 128)]
     engine.settle()
     assert sim.check_store() == 2
+
+
+def test_a_load_may_be_planned_a_step_late(sim: Sim) -> None:
+    """vLLM 0.33 gives blocks for a load and tells so when the steps ahead have run."""
+    text, other = sim.text(35), sim.text(36)
+    sim.engine().run(text, 300, 1)
+    engine = sim.engine(asynchronous=True, tp=2)
+    planned, late = engine.connector.update_state_after_alloc, []
+
+    def deferred(request: Any, blocks: Any, external: int) -> None:
+        if external:
+            late.append((engine.steps, request, external))
+        else:
+            planned(request, blocks, external)
+
+    engine.connector.update_state_after_alloc = deferred
+    busy = engine.add(other, 50, 60)
+    name = engine.add(text, 300, 10)
+
+    def both() -> bool:
+        if late and engine.steps > late[0][0] + 1:
+            _, request, external = late.pop()
+            planned(request, engine.scheduler.kv_cache_manager.get_blocks(request.request_id), external)
+        return engine.finished(busy) and engine.finished(name)
+
+    engine.until(both)
+    assert engine.loaded(name) == 256
+    engine.settle()
+    sim.check_store()
 
 
 def test_priorities_push_out_requests_of_the_same_step(sim: Sim) -> None:
