@@ -8,7 +8,7 @@ from pathlib import Path
 import demo_models
 import pytest
 import torch
-from e2e_cases import CHUNK, engine_args, noise, offload, story
+from e2e_cases import CHUNK, engine_args, offload, story
 from e2e_engine import engine
 from e2e_store import wait_until_stored
 from e2e_tp_runs import FULL, Run
@@ -29,15 +29,15 @@ def stored_kv(root: Path, tokens: list[int]) -> torch.Tensor:
     return torch.cat(pieces, dim=3)
 
 
-def transformers_kv(model: str, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """The same shape, from a forward pass of transformers."""
+def transformers_kv(model: str, tokens: list[int]) -> torch.Tensor:
+    """The same shape, from a float32 forward pass of transformers, whatever the dtype of the weights."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     cache = DynamicCache()
     with torch.no_grad():
         network(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
-    return torch.stack([torch.stack([layer.keys[0], layer.values[0]], dim=1) for layer in cache.layers]).float()
+    return torch.stack([torch.stack([layer.keys[0], layer.values[0]], dim=1) for layer in cache.layers])
 
 
 def worst_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -48,26 +48,24 @@ def worst_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((error / scale).max())
 
 
-def write(root: Path, log: Path, model: str, tokens: list[int], dtype: str) -> str:
-    """Let an engine at TP=2 store a prompt; returns the model's directory."""
-    args = engine_args(model, 2, dtype=dtype, **offload(f"file://{root}"))
-    with engine(args, log) as running:
-        running.generate(tokens, 1)
-        wait_until_stored(root, tokens, len(tokens) // CHUNK * CHUNK)
-    return str(args["model"])
-
-
 def test_float32(tp_root: Path, tp2: Run) -> None:
     assert tp2.wrote["b"].cached == 0
-    model = str(demo_models.ensure("smollm2", "float32"))
-    wanted = transformers_kv(model, story("b")[:FULL], torch.float32)
+    wanted = transformers_kv(str(demo_models.ensure("smollm2", "float32")), story("b")[:FULL])
     assert worst_error(stored_kv(tp_root, story("b")), wanted) < 1e-4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["smollm2", "llama"])
-def test_bfloat16(tmp_path: Path, model: str) -> None:
-    tokens = story("b") if model == "smollm2" else noise(FULL, 1)
-    directory = write(tmp_path / "store", tmp_path / "log", model, tokens, "bfloat16")
-    wanted = transformers_kv(directory, tokens[:FULL], torch.bfloat16)
-    assert worst_error(stored_kv(tmp_path / "store", tokens), wanted) < 2e-2
+def test_bfloat16(tmp_path: Path) -> None:
+    """Against float32: what transformers computes in bfloat16 is further from that (3 % here) than what vLLM does."""
+    tokens = story("b")[: 2 * CHUNK + 3]
+    root = tmp_path / "store"
+    args = engine_args("smollm2", 2, dtype="bfloat16", **offload(f"file://{root}"))
+    with engine(args, tmp_path / "log") as running:
+        running.generate(tokens, 1)
+        wait_until_stored(root, tokens, 2 * CHUNK)
+    got, wanted = stored_kv(root, tokens), transformers_kv(args["model"], tokens[: 2 * CHUNK])
+    assert got.shape == wanted.shape
+    assert (got - wanted).abs().max() / wanted.abs().max() < 2e-2
+    # The largest value may hide a small head that is wrong: each head of each layer by itself, too.
+    error, scale = ((x.square().mean(dim=(3, 4)).sqrt()) for x in (got - wanted, wanted))
+    assert (error / scale).max() < 5e-2
