@@ -64,14 +64,12 @@ def test_a_chunk_that_outgrows_the_window_is_stored_without_it(sim: Sim) -> None
 def test_blocks_of_a_loaded_window_serve_shorter_local_hits(sim: Sim) -> None:
     """The engine keeps the block where a loaded window begins, and offers all of it to the next request."""
     text = sim.text(5)
-    sim.engine(model=MIXED, blocks=150).run(text, 1100, 1)
-    reader = sim.engine(model=MIXED, blocks=150)
-    first = reader.run(text, 1001, 1)  # the window of token 1000 begins in the middle of a block
-    assert reader.loaded(first) == 960
-    name = reader.run(text, 985, 1)
-    assert reader.loaded(name) in (0, 24)
-    for tokens in (970, 975, 961, 993):
-        reader.run(text, tokens, 1)
+    sim.engine(model=MIXED, blocks=150, chunk=48).run(text, 1100, 1)
+    reader = sim.engine(model=MIXED, blocks=150, chunk=48)
+    # Token 1007 sees 880 on, which is in the middle of a block.
+    assert reader.loaded(reader.run(text, 1008, 1)) == 1007
+    # Found by the engine itself: 992 tokens, of which the next one sees 865 on.
+    assert reader.loaded(reader.run(text, 1000, 1)) == 0
     sim.check_store()
 
 
