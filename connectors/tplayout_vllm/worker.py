@@ -55,7 +55,8 @@ class WorkerSide:
 
     def register(self, layers: Sequence[FoundLayer]) -> None:
         """Take the layers of this rank; which cells they are is told with the first work."""
-        self._layers, self._staging = layers, None
+        self.close()  # of caches that were registered before
+        self._layers = layers
         self._copies = copies_for(layers[0].cache.device if layers else torch.device("cpu"))
 
     def load(self, step: StepMetadata) -> None:

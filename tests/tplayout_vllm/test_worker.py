@@ -10,7 +10,7 @@ from sim_model import DelayedCopies, Rank, SimModel, Text, layer_name
 
 from tplayout.format.chunk import chunk_layout
 from tplayout.staging.region import Region, RegionPlan
-from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer
+from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer, WorkerReport
 from tplayout_vllm.placement import Placement, place
 
 MODEL = SimModel((None, 64), heads=4)
@@ -160,3 +160,56 @@ def test_a_new_region_is_taken_over() -> None:
     assert torch.equal(machine.cells(0, 0), machine.wanted(0))
     side.close()
     side.close()
+
+
+def test_stages_of_a_pipeline_fill_an_object_together() -> None:
+    """PP=2 with an uneven split, TP=2: each rank writes its heads of its layers, and what it loads are these."""
+    model = SimModel((None, None, None), heads=4)
+    setup = Setup(model=model, tp=2)
+    stages = (range(2), range(2, 3))
+    ranks, reports = {}, {}
+    for stage, layers in enumerate(stages):
+        for tp_rank in range(2):
+            rank = Rank(model, (2, tp_rank), 32, 32, 8, "rows")
+            rows = report(setup, rank).layers
+            rank.side._pp_rank = stage
+            rank.side.register([found for found in rank.side._layers if found.name in {rows[i].name for i in layers}])
+            ranks[stage, tp_rank] = rank
+            reports[stage, tp_rank] = WorkerReport(tuple(rows[i] for i in layers))
+    placement = place(reports, CHUNK, model.heads, 2)
+    layout = chunk_layout(placement.geometry, 0, "xxh3-128")
+    region = Region.create(RegionPlan(2, (layout.nbytes,), (len(placement.writers[0]),)))
+    ref = StagingRef(region.ref, placement.geometry, "xxh3-128", None, placement.places, placement.writers)
+    text, tables = Text(range(5)), ([4, 2],)
+    for (stage, _), rank in ranks.items():
+        for layer in stages[stage]:
+            rank.write(layer, tables[0], 0, text.history(0, CHUNK))
+        assert not region.marked(1, 0, 5)
+        rank.side.save(StepMetadata(ref, saves=[Transfer("r", tables, (ChunkCopy(1, 5, 0, 0, CHUNK, (0,)),))]))
+    assert region.marked(1, 0, 5)
+    for head in range(4):
+        for layer in range(3):
+            span = layout.cell_range(head, layer)
+            cell = torch.frombuffer(region.slot(1, 0)[span.start : span.stop], dtype=torch.int32).view(2, CHUNK, -1)
+            wanted = model.kv(layer, range(head, head + 1), text.history(0, CHUNK))[:, 0].permute(1, 0, 2)
+            assert torch.equal(cell, wanted)
+    for (stage, _), rank in ranks.items():
+        rank.poison(range(8))
+        rank.side.load(StepMetadata(ref, loads=[Transfer("r", ([6, 3],), (ChunkCopy(1, 5, 0, 0, CHUNK, (0,)),))]))
+        for layer in range(3):
+            found = rank.read(layer, [6, 3], 0, CHUNK)
+            if layer in stages[stage]:
+                assert torch.equal(found, model.kv(layer, rank.heads, text.history(0, CHUNK)))
+            else:
+                assert len(found.unique()) == 1
+
+
+def test_caches_that_are_registered_again_end_the_copies_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a sleep."""
+    machine = Machine(1)
+    side = machine.ranks[0].side
+    side._copies = copies = DelayedCopies()
+    side.load(step("loads", machine.ref(), ChunkCopy(0, 1, 0, 0, CHUNK, (0, 1))))
+    side.register(side._layers)
+    assert side.take_results() == ({"r"}, set())
+    assert side._copies is not copies
