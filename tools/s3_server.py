@@ -14,6 +14,7 @@ environment, so that they are not seen in a process listing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -101,6 +102,9 @@ class S3Server:
             self._process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
+        # On few cores the ranks of an engine, which spin while they wait, would starve the server that they wait for.
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{self._process.pid}/autogroup").write_text("-10")
         limit = time.monotonic() + START_TIMEOUT_S
         while not answers(self.port):
             if self._process.poll() is not None or time.monotonic() > limit:

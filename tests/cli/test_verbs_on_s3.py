@@ -72,7 +72,14 @@ def test_ctrl_c_leaves_nothing_half_written(tmp_path):
     code = "from tplayout.cli.main import main; main()"
     command = [sys.executable, "-c", code, "cp", str(tmp_path / "store"), str(tmp_path / "copy"), "--jobs", "2"]
     root = Path(__file__).resolve().parents[2]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(root)})
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        # A shell's background job, such as a test run may be, hands down that SIGINT is ignored; a terminal does not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     deadline = time.monotonic() + 60
     while not list((tmp_path / "copy").rglob("*.0.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.005)

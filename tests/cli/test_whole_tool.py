@@ -22,6 +22,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*TOOL, *arguments], capture_output=True, text=True, check=False, timeout=120)
 
 
+def take_ctrl_c() -> None:
+    """A shell's background job, such as a test run may be, hands down that SIGINT is ignored; a terminal does not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_ctrl_c_leaves_a_journal_with_which_verification_goes_on(tmp_path: Path):
     cache = Cache.open(tmp_path / "store", identity())
     fill(cache, range(4 * 300))
@@ -29,7 +34,11 @@ def test_ctrl_c_leaves_a_journal_with_which_verification_goes_on(tmp_path: Path)
     nbytes = layout_of_group(cache).nbytes
     arguments = ["verify", url, "--journal", str(journal), "--jobs", "2"]
     process = subprocess.Popen(
-        [*TOOL, *arguments, "--max-rate", str(nbytes * 50)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*TOOL, *arguments, "--max-rate", str(nbytes * 50)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=take_ctrl_c,
     )
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and (not journal.exists() or journal.read_text().count("\n") < 20):
