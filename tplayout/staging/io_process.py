@@ -198,13 +198,16 @@ class IoProcess:
         region = self._bench.region
         for save, late in list(self._waiting.items()):
             parts = [(save.slot, group, save.generation) for group in save.groups]
+            # First whether all writers are done, then how: asked the other way round, a writer that is done in between
+            # would be taken for one that has given up.
+            settled = save.sealed or all(region.settled(*part) for part in parts)
             if save.job in self._cancelled:
                 self._drop(save, "cancelled")
-            elif save.sealed or all(region.marked(*part) for part in parts):
+            elif save.sealed or (settled and all(region.marked(*part) for part in parts)):
                 self._unsaved.add(save.job)
                 del self._waiting[save]
                 self._saves.put(save)
-            elif all(region.settled(*part) for part in parts):
+            elif settled:
                 self._drop(save, "void")
             elif now > late:
                 self._drop(save, "late")
