@@ -96,7 +96,7 @@ def vllm_config(directory: Path, setup: Setup, url: str) -> VllmConfig:
         "staging_bytes": "8MiB",
         "io_processes": 1,
         "weights_label": "sim",
-        "load_deadline_ms": 10_000,
+        "load_deadline_ms": 30_000,
         **setup.options,
     }
     config.kv_transfer_config = KVTransferConfig(

@@ -172,12 +172,20 @@ class SimEngine:
             self.execute()
             self.update()
 
-    def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < end, f"not within {seconds} s; {self.stager.snapshot()}"
+            assert time.monotonic() < end, f"not within {seconds} s; {self._describe()}"
             self.step()
             self.flush()
+
+    def _describe(self) -> str:
+        requests = [
+            f"{r.request_id} {r.status.name} {r.num_computed_tokens}/{r.num_tokens} preempted {r.num_preemptions}"
+            for r in self.scheduler.requests.values()
+        ]
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return f"{self.steps} steps, {free} free blocks, {requests}, {self.stager.snapshot()}"
 
     def flush(self) -> None:
         """Let the copies end that are delayed."""
@@ -206,7 +214,7 @@ class SimEngine:
         while self._jobs:
             self.execute()
             self.update()
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         self.flush()
         self.stager.poll()
         while self.stager.busy:

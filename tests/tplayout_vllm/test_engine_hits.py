@@ -63,8 +63,7 @@ def test_generated_tokens_are_stored_for_the_next_turn(sim: Sim, asynchronous: b
     sim.check_store()
 
 
-@pytest.mark.parametrize("budget", [17, 37, 63, 129])
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(("budget", "caching"), [(17, True), (37, False), (63, True), (129, False)])
 def test_chunked_prefill_with_odd_budgets(sim: Sim, budget: int, caching: bool) -> None:
     texts = [sim.text(10 + i) for i in range(3)]
     engine = sim.engine(budget=budget, caching=caching, tp=2)

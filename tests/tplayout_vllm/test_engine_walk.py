@@ -26,9 +26,9 @@ MODELS = (
     SimModel((100, 100)),
     SimModel((None, 100), hybrid=False),
 )
-SEEDS = range(10)
+SEEDS = range(7)
 LONGEST = 700
-ACTIONS = 60
+ACTIONS = 50
 
 
 @pytest.fixture(scope="module", autouse=True)

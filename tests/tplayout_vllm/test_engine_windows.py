@@ -7,8 +7,9 @@ from sim_store import Sim
 MIXED = SimModel((None, None, 128, 128))  # canonical groups: 0 full, 1 window
 
 
-@pytest.mark.parametrize(("block", "other"), [(32, 64), (64, 32), (128, 96), (96, 128)])
-@pytest.mark.parametrize("chunk", [64, 128])
+@pytest.mark.parametrize(
+    ("block", "other", "chunk"), [(32, 64, 64), (64, 32, 128), (128, 96, 64), (96, 128, 128), (32, 128, 48)]
+)
 def test_windows_cross_block_sizes(sim: Sim, block: int, other: int, chunk: int) -> None:
     text = sim.text(1)
     sim.engine(model=MIXED, block=block, chunk=chunk, blocks=150, budget=77, tp=2).run(text, 900, 1)
