@@ -111,7 +111,7 @@ def test_a_backend_that_hangs(store: GenericStore, fail: dict[str, Any]) -> None
     start = time.monotonic()
     with pytest.raises(StorageTimeout, match=r"0\.1 s"):
         store.get_into("k", buf, deadline=0.1)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 5  # the deadline, and what a busy machine may add
     del fail["cat_file"]
     assert store.get("k", deadline=5) == b"content"  # on a new connection: the old one still hangs
     assert Remote.made == made + 1
@@ -228,5 +228,5 @@ class TestAsynchronous:
             start = time.monotonic()
             with pytest.raises(StorageTimeout):
                 call()
-            assert time.monotonic() - start < 1
+            assert time.monotonic() - start < 5  # the deadline, and what a busy machine may add
         assert buf == bytes(100)

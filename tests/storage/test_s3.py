@@ -66,6 +66,9 @@ def verbs(store: Store, deadline: float) -> dict[str, Callable[[], object]]:
     }
 
 
+BUSY_S = 5.0  # what a busy machine may add; the servers here would hang for ever
+
+
 class TestDeadlines:
     def check(self, store: Store, seconds: float, names: set[str] | None = None) -> None:
         for name, call in verbs(store, seconds).items():
@@ -73,7 +76,7 @@ class TestDeadlines:
                 start = time.monotonic()
                 with pytest.raises(StorageTimeout, match=f"{seconds:g} s"):
                     call()
-                assert seconds - 0.01 <= time.monotonic() - start < seconds + 0.5, name
+                assert seconds - 0.01 <= time.monotonic() - start < seconds + BUSY_S, name
 
     def test_a_server_that_accepts_and_never_answers(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
