@@ -1,6 +1,7 @@
 """Fixtures of the end-to-end tests. Every engine in them is a real vLLM with real ranks, one at a time."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent / "tools")]
 
 from e2e_cases import References  # noqa: E402
+from e2e_plain import PlainEngines  # noqa: E402
 from e2e_tp_runs import Run, run  # noqa: E402
 
 
@@ -28,6 +30,14 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     return References(tmp_path_factory.mktemp("references"))
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainEngines]:
+    """Engines without the connector, for reference answers."""
+    engines = PlainEngines(tmp_path_factory.mktemp("plain") / "plain.log")
+    yield engines
+    engines.close()
 
 
 # Each of the following is one engine in fresh processes. It reads what the earlier ones wrote and writes for the later.
