@@ -206,13 +206,33 @@ def test_an_error_that_is_a_bug_is_a_miss_too(world):
     assert stager.health == {"loads": "ok", "saves": "ok", "io": "ok"}
 
 
+@pytest.mark.parametrize("verb", ["get_into", "put"])
+def test_errors_of_single_objects_are_one_line_not_one_a_chunk(world, caplog, verb):
+    stager = world.faulty_stager(slots=8)
+    chunks = world.chunks(6)
+    if verb == "get_into":
+        world.save(stager, chunks)
+        stager.reset()
+    world.fail(**{verb: {"error": "invalid-name"}})
+    if verb == "put":
+        world.save(stager, chunks)
+    for number, chunk in enumerate(chunks if verb == "get_into" else ()):
+        stager.start_lookup(str(number), [chunk])
+        assert world.finish(stager, str(number)).ready == 0
+    assert [record.getMessage() for record in caplog.records if "failed: " in record.getMessage()] == [
+        f"tplayout: a {'load' if verb == 'get_into' else 'save'} failed: invalid-name: made up"
+    ]
+    errors = stager.snapshot()["load_errors" if verb == "get_into" else "save_errors"]
+    assert errors == {"invalid-name": 6}
+
+
 def test_a_prefix_larger_than_the_pool_is_had_as_far_as_it_fits(world):
-    stager = world.stager(slots=4, slot_wait_s=30.0)
+    stager = world.stager(slots=4, slot_wait_s=30.0, load_deadline_s=30.0)
     chunks = world.chunks(6)
     for chunk in chunks:
         world.save(stager, [chunk])
     stager.start_lookup("r", chunks)
-    state = world.finish(stager, "r", 5.0)
+    state = world.finish(stager, "r")
     assert (state.ready, state.reason) == (4, "no-slot")
     for ref, chunk in zip(stager.claim("r", 0, 4), chunks, strict=False):
         assert world.cells(stager, ref) == world.expected(chunk)

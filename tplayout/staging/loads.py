@@ -142,4 +142,4 @@ class Loads:
         if event.kind in STORE_FAULTS:
             pool.reads.failed(event.kind, event.detail)
         else:
-            log.warning("tplayout: a load failed: %s", event.detail)
+            self._pool.warn("a load failed", event.kind, event.detail)

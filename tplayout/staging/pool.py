@@ -10,6 +10,7 @@ from tplayout.errors import StorageErrorKind
 from tplayout.staging.breaker import Breaker
 from tplayout.staging.io_client import IoPool
 from tplayout.staging.known import Damaged, KnownStored
+from tplayout.staging.log_limit import LogLimit
 from tplayout.staging.plan import StagingPlan
 from tplayout.staging.protocol import Load, Probe, Save
 from tplayout.staging.region import Region
@@ -56,6 +57,16 @@ class Pool:
     loads_in_flight: int = 0
     answered_at: float = 0.0  # when the store last answered a load, whatever it said
     ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    limit: LogLimit = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.limit = LogLimit(self.clock)
+
+    def warn(self, what: str, kind: str, detail: str) -> None:
+        """A line in the log about a job that failed: one a minute for each `what` and kind, since chunks are many."""
+        more = self.limit.allow(f"{what}\0{kind}")
+        if more is not None:
+            log.warning("tplayout: %s: %s%s", what, detail or kind, more)
 
     def submit(self, work: Load | Save | Probe, key: bytes = b"") -> bool:
         """Hand out a job. False if no I/O process takes it."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tplayout.format.chunk import write_info
 from tplayout.format.keys import ChunkId
 from tplayout.staging.loads import LOST
-from tplayout.staging.pool import STORE_FAULTS, Pool, log
+from tplayout.staging.pool import STORE_FAULTS, Pool
 from tplayout.staging.protocol import NAMESPACE_DIFFERS, Save, Saved
 from tplayout.staging.slots import Part, SlotRef
 
@@ -83,7 +83,7 @@ class Saves:
             pool.counters[f"save_errors.{event.outcome}"] += 1
             pool.writes.undecided()
             if event.detail:
-                log.error("tplayout: a save was given up: %s", event.detail)
+                pool.warn("a save was given up", event.kind, event.detail)
         return self._settle(work, event.outcome)
 
     def lost(self, work: Save) -> str:
@@ -149,7 +149,7 @@ class Saves:
             pool.writes.failed(event.kind, event.detail)
         else:
             pool.writes.undecided()
-            log.warning("tplayout: a save failed: %s", event.detail)
+            pool.warn("a save failed", event.kind, event.detail)
 
     def _settle(self, work: Save, outcome: str) -> str:
         """Bring the slot's parts to rest: readable if they were sealed, else empty or, for a while, in limbo."""
