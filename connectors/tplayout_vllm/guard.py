@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tplayout.staging.log_limit import LogLimit
 from tplayout_vllm.blocks import BlockTables
-from tplayout_vllm.metadata import StepMetadata
+from tplayout_vllm.metadata import ChunkCopy, StepMetadata
 from tplayout_vllm.metrics import TPLayoutStats
+from tplayout_vllm.placement import Rank
 from tplayout_vllm.scheduler import SchedulerSide
 
 logger = logging.getLogger("vllm.tplayout")
@@ -24,6 +26,7 @@ class Guarded:
 
     def __init__(self, side: SchedulerSide) -> None:
         self._side = side
+        self._limit = LogLimit()
 
     def add(self, request: Any, local_tokens: Callable[[Any], int]) -> None:
         """On an error the request is served without the cache."""
@@ -45,15 +48,25 @@ class Guarded:
             self._side.fail_load(request.request_id)
 
     def step(self, output: Any) -> StepMetadata:
-        """On an error this step saves nothing; its loads are kept."""
+        """On an error what was planned before it is kept."""
         with self._net("planning a step"):
             return self._side.step(output)
-        return self._side.loads_only()
+        return self._side.planned()
 
     def loads_ended(self, finished: set[str], failed: set[str]) -> None:
         """On an error their slots stay pinned."""
         with self._net("ending loads"):
             self._side.loads_ended(finished, failed)
+
+    def stop(self, reason: str) -> None:
+        """On an error the workers go on refusing by themselves."""
+        with self._net("stopping"):
+            self._side.stop(reason)
+
+    def given_up(self, parts: Mapping[Rank, Sequence[ChunkCopy]]) -> None:
+        """On an error their slots stay in use."""
+        with self._net("ending saves"):
+            self._side.given_up(parts)
 
     def finish(self, request_id: str) -> None:
         """On an error its slots stay pinned."""
@@ -80,7 +93,9 @@ class Guarded:
         try:
             yield
         except Exception:
-            logger.exception("tplayout: an error of its own in %s; the engine goes on without it", what)
+            more = self._limit.allow(what)
+            if more is not None:
+                logger.exception("tplayout: an error of its own in %s; the engine goes on without it%s", what, more)
             if request_id is not None:
                 with contextlib.suppress(Exception):
                     self._side.finish(request_id)

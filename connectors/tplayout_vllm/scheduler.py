@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from tplayout_vllm.blocks import BlockTables, Tables
 from tplayout_vllm.keying import ExtrasOf, Keying
 from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer
 from tplayout_vllm.metrics import TPLayoutStats
+from tplayout_vllm.placement import Rank
 from tplayout_vllm.report import Report
 
 logger = logging.getLogger("vllm.tplayout")
@@ -61,17 +62,19 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._loading: set[str] = set()  # survives the request: an aborted one lets go of its slots when its load ends
         self._pending: list[Transfer] = []
+        self._planned: list[Transfer] = []
         self._waiting: set[str] = set()
         self._keying = Keying(self._chunk)
         self._unkeyable: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
         self._report = Report(stager)
+        self._stopped: str | None = None
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add(self, request: Any, local_tokens: Callable[[Any], int]) -> None:
         """A new request: start staging what the engine does not hold already."""
-        extras = self._keying.extras(request)
+        extras = self._stopped or self._keying.extras(request)
         if isinstance(extras, str):
             self._unkeyable[extras] += 1
             return
@@ -180,44 +183,57 @@ class SchedulerSide:
 
     def step(self, output: Any) -> StepMetadata:
         """The copies of this step. Waits a moment when the engine has nothing to do but wait for the store."""
-        saves = self._plan_saves(output) if self._saves and output.num_scheduled_tokens else []
-        if not saves and not self._pending and self._waiting and not output.num_scheduled_tokens:
+        if self._saves and output.num_scheduled_tokens:
+            self._plan_saves(output)
+        elif not self._pending and self._waiting and not output.num_scheduled_tokens:
             self._counted["idle_steps"] += 1
             self._stager.wait(IDLE_WAIT)
-        meta = self.loads_only()  # last: an error before it must not lose them
-        meta.saves = saves
-        if saves:
+        return self.planned()
+
+    def planned(self) -> StepMetadata:
+        """The loads that wait for a step, and the saves of this one: the ranks must hear of every slot that was begun,
+        or nobody ever says that it is done with it."""
+        meta = StepMetadata(saves=self._planned, loads=self._pending)
+        self._planned, self._pending = [], []
+        if meta.loads or meta.saves:
             meta.staging = self._staging
         return meta
 
-    def loads_only(self) -> StepMetadata:
-        """The loads that wait for a step."""
-        meta = StepMetadata(loads=self._pending)
-        self._pending = []
-        if meta.loads:
-            meta.staging = self._staging
-        return meta
-
-    def _plan_saves(self, output: Any) -> list[Transfer]:
-        transfers = []
+    def _plan_saves(self, output: Any) -> None:
+        """An error ends the saves of its request; it is raised when those of the others are planned."""
+        errors = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            tracked = self._tracked.get(request_id)
-            if tracked is None:
-                continue
-            drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            # Rejected drafts leave wrong KV behind, and a token id that is not known yet has no key.
-            known = len(tracked.request.all_token_ids)
-            computed = min(known, tracked.request.num_computed_tokens + scheduled - drafts)
-            if computed // self._chunk <= tracked.saved:
-                continue
-            tables = output.kv_connector_block_state.get_block_ids(request_id)
-            copies = self._save_chunks(tracked, computed, tables)
-            if copies:
-                transfers.append(Transfer(request_id, tables, tuple(copies)))
-        return transfers
+            try:
+                self._plan_request(request_id, scheduled, output)
+            except Exception as error:
+                errors.append(error)
+                self.finish(request_id)
+        if errors:
+            raise errors[0]
 
-    def _save_chunks(self, tracked: Tracked, computed: int, tables: BlockTables) -> list[ChunkCopy]:
-        copies = []
+    def _plan_request(self, request_id: str, scheduled: int, output: Any) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        # Rejected drafts leave wrong KV behind, and a token id that is not known yet has no key.
+        known = len(tracked.request.all_token_ids)
+        computed = min(known, tracked.request.num_computed_tokens + scheduled - drafts)
+        if computed // self._chunk <= tracked.saved:
+            return
+        tables = output.kv_connector_block_state.get_block_ids(request_id)
+        copies: list[ChunkCopy] = []
+        try:
+            self._save_chunks(tracked, computed, tables, copies)
+        except Exception:
+            for copy in copies:  # no rank has heard of them
+                self._stager.abandon_save(SlotRef(copy.slot, copy.generation, copy.groups))
+            raise
+        if copies:
+            self._planned.append(Transfer(request_id, tables, tuple(copies)))
+
+    def _save_chunks(self, tracked: Tracked, computed: int, tables: BlockTables, copies: list[ChunkCopy]) -> None:
+        """Begin the saves of the chunks that this step completes; `copies` gets what the ranks have to copy."""
         last = computed // self._chunk
         self._extend(tracked, computed)
         for index in range(tracked.saved, last):
@@ -228,7 +244,15 @@ class SchedulerSide:
             if slot is not None:
                 copies.append(ChunkCopy(slot.slot, slot.generation, base, base, end, slot.groups))
         tracked.saved = last
-        return copies
+
+    def given_up(self, parts: Mapping[Rank, Sequence[ChunkCopy]]) -> None:
+        """Saves that ranks have not made and could not mark either: marked on their behalf."""
+        for rank, copies in parts.items():
+            for copy in copies:
+                for group in copy.groups:
+                    if rank in self._staging.writers[group]:
+                        writer = self._staging.writers[group].index(rank)
+                        self._stager.give_up_part(copy.slot, copy.generation, group, writer)
 
     def _extend(self, tracked: Tracked, tokens: int) -> None:
         """Key the chunks that are full within the first `tokens` tokens."""
@@ -238,6 +262,10 @@ class SchedulerSide:
         parent = tracked.chunks[-1].key if tracked.chunks else ROOT
         ids = tracked.request.all_token_ids[have * self._chunk : want * self._chunk]
         tracked.chunks += chain(self._namespace, ids, self._chunk, tracked.extras, parent=parent, start=have)
+
+    def stop(self, reason: str) -> None:
+        """Neither load nor save from now on; requests are counted as skipped for this reason."""
+        self._stopped, self._loads, self._saves = reason, False, False
 
     # -- upkeep --------------------------------------------------------------------------------------------------
 

@@ -278,6 +278,36 @@ def test_a_late_save_can_be_abandoned_too(world):
     assert stager.snapshot()["slots"]["free"] == 1
 
 
+def test_a_part_can_be_given_up_for_a_rank_that_cannot_reach_the_region(world):
+    stager = world.stager(slots=1, save_wait_s=0.02)
+    chunk = world.chunks(1)[0]
+    ref = stager.begin_save(chunk)
+    ranks = world.ranks(stager)
+    ranks.write(ref, chunk.key, [0])
+    world.settle(stager)
+    assert stager.snapshot()["slots"]["limbo"] == 1
+    stager.give_up_part(ref.slot, ref.generation - 1, 0, 1)  # of another generation: means nothing
+    stager.poll()
+    assert stager.snapshot()["slots"]["limbo"] == 1
+    stager.give_up_part(ref.slot, ref.generation, 0, 1)
+    stager.poll()
+    assert stager.snapshot()["slots"]["free"] == 1
+    world.save(stager, [chunk])  # and the slot is as good as any
+    assert world.path(chunk).exists()
+
+
+def test_an_error_while_a_save_begins_leaves_no_slot_in_use(world, monkeypatch):
+    stager = world.stager(slots=1)
+    chunk = world.chunks(1)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr("tplayout.staging.saves.write_info", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stager.begin_save(chunk)
+    assert stager.snapshot()["slots"]["free"] == 1
+    world.save(stager, [chunk])
+    assert world.path(chunk).exists()
+
+
 def test_an_idle_engine_waits_at_most_250_times_a_second(world):
     stager = world.stager()
     stager.start_lookup("hanging", world.chunks(1))

@@ -20,7 +20,7 @@ class Broken:
     def fail_load(self, request_id: str) -> None:
         self.failed.append(request_id)
 
-    def loads_only(self) -> StepMetadata:
+    def planned(self) -> StepMetadata:
         return StepMetadata(loads=[Transfer("r", (), (), failed=True)])
 
     def finish(self, request_id: str) -> None:
@@ -62,6 +62,14 @@ def test_a_load_that_cannot_be_made_is_reported_as_failed(guarded: tuple[Guarded
 def test_a_step_keeps_its_loads(guarded: tuple[Guarded, Broken]) -> None:
     guard, _ = guarded
     assert [transfer.request for transfer in guard.step(SimpleNamespace()).loads] == ["r"]
+
+
+def test_an_error_in_every_step_is_one_line_a_minute(
+    guarded: tuple[Guarded, Broken], caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(100):
+        guarded[0].step(SimpleNamespace())
+    assert caplog.text.count("the engine goes on without it") == 1
 
 
 def test_the_rest_is_logged_and_over(guarded: tuple[Guarded, Broken], caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from tplayout.staging.lookups import LookupState
 from tplayout.staging.region import RegionRef
 from tplayout.staging.slots import SlotRef
 from tplayout_vllm.blocks import Tables
+from tplayout_vllm.guard import Guarded
 from tplayout_vllm.metadata import ChunkCopy, StagingRef
 from tplayout_vllm.scheduler import SchedulerSide
 
@@ -25,8 +26,11 @@ class FakeStager:
         self.chunks: dict[str, int] = {}
         self.claimed: dict[str, list[SlotRef]] = {}
         self.saved: list[tuple[int, tuple[int, ...]]] = []
+        self.abandoned: list[SlotRef] = []
+        self.given_up: list[tuple[int, int, int, int]] = []
         self.waits = 0
         self.refuse = False
+        self.broken = -1  # chunk whose save cannot begin, for an error of our own
 
     def start_lookup(self, name: str, chunks: Any, groups: Any) -> None:
         assert name not in self.chunks
@@ -45,7 +49,15 @@ class FakeStager:
 
     def begin_save(self, chunk: Any, groups: Any) -> SlotRef | None:
         self.saved.append((chunk.index, tuple(groups)))
+        if chunk.index == self.broken:
+            raise RuntimeError("planted")
         return None if self.refuse else SlotRef(chunk.index, 1, tuple(groups))
+
+    def abandon_save(self, ref: SlotRef) -> None:
+        self.abandoned.append(ref)
+
+    def give_up_part(self, *part: int) -> None:
+        self.given_up.append(part)
 
     def wait(self, timeout: float) -> bool:
         self.waits += 1
@@ -212,6 +224,34 @@ def test_a_consumer_saves_nothing_and_a_producer_asks_nothing() -> None:
         add(deciding, one)
         assert deciding.matched(one, 0) == (32 if loads else 0)
         assert bool(deciding.step(output({"r": 33})).saves) == saves
+
+
+def test_an_error_in_mid_step_lets_go_of_what_was_begun_and_keeps_the_rest() -> None:
+    """A slot that no rank hears of is marked by none, and would never be free again."""
+    stager = FakeStager(ready=2)
+    deciding, bad, good, loading = side(stager), request(100, "bad"), request(40, "good"), request(40, "loading")
+    for one in (bad, good, loading):
+        add(deciding, one)
+    deciding.matched(loading, 0)
+    deciding.allocated(loading, ([1, 2, 3, 4, 5],), 32)
+    stager.broken = 3
+    meta = Guarded(deciding).step(output({"bad": 80, "good": 40}))
+    assert stager.abandoned == [SlotRef(index, 1, (0,)) for index in range(3)]
+    assert [(transfer.request, len(transfer.copies)) for transfer in meta.saves] == [("good", 2)]
+    assert [transfer.request for transfer in meta.loads] == ["loading"]
+    assert meta.staging is not None
+    assert "bad" not in stager.chunks  # it is served without the cache from now on
+    stager.saved.clear()
+    bad.num_computed_tokens = 80
+    assert deciding.step(output({"bad": 20})).saves == []
+    assert stager.saved == []
+
+
+def test_what_a_rank_cannot_mark_is_marked_for_it() -> None:
+    stager = FakeStager()
+    copies = (ChunkCopy(5, 7, 0, 0, 16, (0,)), ChunkCopy(6, 2, 16, 16, 32, (0,)))
+    side(stager).given_up({(0, 0): copies, (0, 1): copies})  # rank 1 holds replicas and marks nothing
+    assert stager.given_up == [(5, 7, 0, 0), (6, 2, 0, 0)]
 
 
 def test_requests_unknown_to_it_are_ignored() -> None:

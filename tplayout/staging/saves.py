@@ -63,6 +63,11 @@ class Saves:
             del self._limbo[ref.slot, group]
         table.change(ref.slot, limbo, Part.EMPTY)
 
+    def give_up_part(self, slot: int, generation: int, group: int, writer: int) -> None:
+        """A writer is done without having written. Its slot is still the one it means, unless it was abandoned."""
+        if self._pool.table.generation(slot) == generation:
+            self._pool.region.mark(slot, group, writer, generation, usable=False)
+
     def sealed(self, work: Save) -> None:
         """The slot is complete and can be read."""
         self._pool.table.change(work.slot, work.groups, Part.PUBLISHING)
@@ -128,15 +133,18 @@ class Saves:
     def _hand_out(self, chunk: ChunkId, slot: int, groups: tuple[int, ...], replace: bool) -> SlotRef | None:
         pool = self._pool
         generation = pool.table.generation(slot)
-        for group in groups:
-            pool.region.clear_marks(slot, group)
-            write_info(pool.region.slot(slot, group), pool.plan.layouts[group], chunk)
         work = Save(next(pool.ids), slot, generation, groups, chunk.key.hex(), replace, sealed=False)
-        if not pool.submit(work, chunk.key):
-            pool.writes.undecided()
-            pool.table.change(slot, groups, Part.EMPTY)
-            return self._skip("io-down")
-        return SlotRef(slot, generation, groups)
+        handed_out = False
+        try:
+            for group in groups:
+                pool.region.clear_marks(slot, group)
+                write_info(pool.region.slot(slot, group), pool.plan.layouts[group], chunk)
+            handed_out = pool.submit(work, chunk.key)
+        finally:
+            if not handed_out:
+                pool.writes.undecided()
+                pool.table.change(slot, groups, Part.EMPTY)
+        return SlotRef(slot, generation, groups) if handed_out else self._skip("io-down")
 
     def _skip(self, reason: str) -> SlotRef | None:
         self._pool.counters[f"save_skips.{reason}"] += 1

@@ -141,6 +141,10 @@ class Stager:
         """The caller's word that no writer will write to this slot any more although not all have marked it."""
         self._saves.abandon(ref)
 
+    def give_up_part(self, slot: int, generation: int, group: int, writer: int) -> None:
+        """Mark as not usable, on behalf of a writer that cannot reach the region and so has not written to it."""
+        self._saves.give_up_part(slot, generation, group, writer)
+
     def poll(self) -> None:
         """Take note of what has happened, and hand out new work. Never blocks."""
         self._drain(0.0)
