@@ -14,6 +14,7 @@ from tplayout.storage import open_store, redact
 from tplayout.storage.generic import GenericStore
 from tplayout.storage.local import LocalStore
 from tplayout.storage.s3 import S3Store
+from tplayout.storage.url import absolute_url
 
 KEYS = {"key": "k", "secret": "s"}
 
@@ -29,6 +30,8 @@ KEYS = {"key": "k", "secret": "s"}
         ("/var/cache/kv", "/var/cache/kv"),
         ("/var/cache/../kv", "/var/kv"),
         ("/var/a::b", "/var/a::b"),
+        ("/var/s3://b", "/var/s3:/b"),
+        (Path("/var/blank "), "/var/blank "),
         ("file:///a b/ü%20#?", "/a b/ü%20#?"),
     ],
 )
@@ -38,7 +41,7 @@ def test_absolute_directories(url: str, path: str) -> None:
     assert store.url == f"file://{path}"
 
 
-@pytest.mark.parametrize("url", ["file://cache/kv", "file:cache/kv", "cache/kv", "./cache/kv"])
+@pytest.mark.parametrize("url", ["cache/kv", "./cache/kv", "./cache//kv/"])
 def test_relative_directories_start_at_the_working_directory(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,6 +51,18 @@ def test_relative_directories_start_at_the_working_directory(
     store.put("k", b"x")
     assert store.url == f"file://{tmp_path}/cache/kv"
     assert (tmp_path / "cache/kv/k").read_bytes() == b"x"
+
+
+def test_a_local_place_is_the_same_for_a_process_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    places = {"kv": f"file://{tmp_path}/kv", "~/kv": "file:///home/someone/kv", "file:/var/kv": "file:///var/kv"}
+    for url, place in places.items():
+        assert absolute_url(url) == place == open_store(url).url
+    for url in ("s3://bucket/kv", "memory://a", "simplecache::s3://bucket"):
+        assert absolute_url(url) == url
+    with pytest.raises(ConfigError, match="file:///var"):
+        absolute_url("file://var")
 
 
 def test_path_objects_and_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +105,22 @@ def test_other_file_systems() -> None:
         (b"s3://b", "no text"),
         ("file://", "names no directory"),
         ("file:", "names no directory"),
+        ("file://cache/kv", "write file:///cache/kv"),
+        ("file://var/cache/kv", "write file:///var/cache/kv"),
+        ("FILE://var", "write file:///var"),
+        ("local://var", "write file:///var"),
+        ("file:var", "write file:///var"),
+        ("file://./kv", "plain path './kv'"),
+        ("file://~/kv", "plain path '~/kv'"),
+        ("~nobody-of-that-name/kv", "no such home"),
+        (" file:///var/kv", "blank; remove it"),
+        ("s3://bucket/kv ", "blank; remove it"),
+        ("/var/kv\u00a0", "blank; remove it"),
+        ("s3 ://bucket", "'s3 ' is no scheme"),
+        ("://bucket", "'' is no scheme"),
+        ("3s://bucket", "'3s' is no scheme"),
+        ("s3//bucket", "a colon and two slashes"),
+        ("S3:/bucket", "two slashes"),
         ("/tmp/a\0b", "control characters"),
         ("s3://bucket/a\nb", "control characters"),
         ("s3:/bucket/kv", "two slashes"),

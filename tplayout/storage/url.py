@@ -17,7 +17,7 @@ from tplayout.errors import ConfigError
 from tplayout.storage.base import DEFAULT_TIMEOUT_S, Store
 from tplayout.storage.redact import Scrubber, redact
 
-__all__ = ["open_store", "redact"]
+__all__ = ["absolute_url", "open_store", "redact"]
 
 S3_OPTIONS = (
     "anon",
@@ -37,7 +37,8 @@ S3_OPTIONS = (
 )
 _TABLES = ("client_kwargs", "config_kwargs", "s3_additional_kwargs")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_TYPO = re.compile(r"(s3a?|gs|gcs|az|abfss?|sftp|memory|https?):/?[^/]")
+_TYPO = re.compile(r"(s3a?|gs|gcs|az|abfss?|sftp|memory|https?)(:/?[^/]|//)", re.IGNORECASE)
+_FILE = ("file", "local")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]|arn:[A-Za-z0-9:/_-]+")
 _CACHES = ("blockcache", "cached", "filecache", "simplecache")
 # Options of fsspec itself that would bring back what a store must not have.
@@ -53,47 +54,92 @@ def open_store(
 
     storage_options: as fsspec takes them, credentials among them. timeout_s: the deadline of each operation.
     Nothing is connected, created or checked on the other side before the first operation. ConfigError."""
-    text = os.fspath(url) if isinstance(url, os.PathLike) else url
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"url {text!r} is empty or no text; give file:///path, s3://bucket/prefix or an fsspec URL")
-    if any(ord(character) < 32 or ord(character) == 127 for character in text):
-        raise ConfigError(f"url {redact(text)!r} contains control characters")
+    text = _checked_text(url)
     options = _checked_options(storage_options)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 86400:
         raise ConfigError(f"timeout_s {timeout_s!r} must be a number of seconds above 0 and below 86400")
-    found = _SCHEME.fullmatch(text)
-    scheme, rest = (found[1].lower(), found[2]) if found else ("", text)
+    scheme, rest = _split_scheme(text)
     if scheme in _CACHES or _is_chained(scheme, text):
         raise ConfigError(
             f"url {redact(text)!r}: chained URLs and fsspec's file caches are unsafe under concurrency; "
             "name the store itself"
         )
-    if scheme in ("", "file", "local"):
-        return _open_local(scheme, rest, text, options, timeout_s)
+    if scheme in ("", *_FILE):
+        return _open_local(_local_root(scheme, rest, text), text, options, timeout_s)
     if scheme in ("s3", "s3a"):
         return _open_s3(rest, text, options, timeout_s)
     return _open_generic(scheme, text, options, timeout_s)
 
 
+def absolute_url(url: str | os.PathLike[str]) -> str:
+    """The same place for a process with another working directory or home: a local one as file:///path.
+
+    ConfigError, though not for all that `open_store` refuses.
+    """
+    text = _checked_text(url)
+    scheme, rest = _split_scheme(text)
+    local = scheme in ("", *_FILE) and not _is_chained(scheme, text)
+    return f"file://{_local_root(scheme, rest, text)}" if local else text
+
+
+def _checked_text(url: str | os.PathLike[str]) -> str:
+    text = os.fspath(url) if isinstance(url, os.PathLike) else url
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(f"url {text!r} is empty or no text; give file:///path, s3://bucket/prefix or an fsspec URL")
+    if any(ord(character) < 32 or ord(character) == 127 for character in text):
+        raise ConfigError(f"url {redact(text)!r} contains control characters")
+    if text != text.strip() and url is text:
+        raise ConfigError(f"url {redact(text)!r} begins or ends with a blank; remove it")
+    return text
+
+
+def _split_scheme(text: str) -> tuple[str, str]:
+    """The scheme in lower case, empty for a plain path, and what is behind its "://"."""
+    found = _SCHEME.fullmatch(text)
+    if found:
+        return found[1].lower(), found[2]
+    before, separator, _ = text.partition("://")
+    if separator and "::" not in before and not before.startswith(("/", ".", "~")):
+        raise ConfigError(
+            f"url {redact(text)!r}: {before!r} is no scheme; write s3://bucket/prefix, or ./ in front of a directory "
+            "that is really called so"
+        )
+    return "", text
+
+
 def _is_chained(scheme: str, text: str) -> bool:
     """True for fsspec's a::b://c and a://b::c://d. A plain path, and an ARN, may contain two colons."""
-    return "::" in text and "://" in text and scheme not in ("file", "local", "s3", "s3a")
+    return "::" in text and "://" in text and scheme not in (*_FILE, "s3", "s3a")
 
 
-def _open_local(scheme: str, rest: str, text: str, options: dict[str, Any], timeout_s: float) -> Store:
-    from tplayout.storage.local import LocalStore
-
+def _local_root(scheme: str, rest: str, text: str) -> str:
+    """The absolute path of a local store. A plain path may be relative; a file URL that is one is a slash short."""
     if not scheme:
-        if text.startswith(("file:", "local:")):
-            rest = text.partition(":")[2]
-        elif _TYPO.match(text):
-            raise ConfigError(f"url {redact(text)!r}: write two slashes after the colon, as in s3://bucket/prefix")
-        else:
-            rest = os.path.expanduser(text)
+        if _TYPO.match(text):
+            raise ConfigError(
+                f"url {redact(text)!r}: write a colon and two slashes, as in s3://bucket/prefix "
+                "(or ./ in front of a directory that is really called so)"
+            )
+        scheme, colon, rest = text.partition(":")
+        if not colon or scheme.lower() not in _FILE:
+            scheme, rest = "", os.path.expanduser(text)
+            if rest.startswith("~"):
+                raise ConfigError(f"url {text!r}: there is no such home directory; write file:///absolute/path")
     if not rest:
         raise ConfigError(f"url {text!r} names no directory; write file:///absolute/path or a plain path")
+    if scheme and not rest.startswith("/"):
+        raise ConfigError(
+            f"url {text!r} is not absolute: write file:///{rest} for a directory below the root, or the plain path "
+            f"{rest!r} for one below the working directory"
+        )
+    return os.path.abspath(rest)
+
+
+def _open_local(root: str, text: str, options: dict[str, Any], timeout_s: float) -> Store:
+    from tplayout.storage.local import LocalStore
+
     _check_names(options, (), text)
-    return LocalStore(os.path.abspath(rest), timeout_s)
+    return LocalStore(root, timeout_s)
 
 
 def _open_s3(rest: str, text: str, options: dict[str, Any], timeout_s: float) -> Store:
