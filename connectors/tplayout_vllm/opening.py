@@ -21,7 +21,7 @@ from tplayout.staging.plan import StagingPlan
 from tplayout.staging.region import RegionPlan
 from tplayout.staging.stager import Stager
 from tplayout.storage.redact import redact
-from tplayout.storage.url import open_store
+from tplayout.storage.url import absolute_url, open_store
 from tplayout_vllm.discovery import block_tables
 from tplayout_vllm.metadata import StagingRef, WorkerReport, this_machine
 from tplayout_vllm.options import Options
@@ -71,6 +71,8 @@ def open_scheduler_side(
 ) -> SchedulerSide:
     """Everything that needs the workers' reports. Raises ConfigError or NamespaceMismatch to refuse the start."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    # For the I/O processes, and for whoever reads the log: the working directory is not theirs.
+    options = replace(options, url=absolute_url(options.url))
     check_machines(reports)
     placement = place(reports, options.chunk_tokens, model.get_total_num_kv_heads(), parallel.tensor_parallel_size)
     identity = _identity(vllm_config, options, placement)
@@ -130,7 +132,6 @@ def open_scheduler_side(
 
 def _identity(vllm_config: Any, options: Options, placement: Placement) -> Identity:
     model = vllm_config.model_config
-    directory = _model_directory(model)
     label = options.weights_label
     load_format = getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format)
     if load_format == "dummy" and label is None:
@@ -138,7 +139,7 @@ def _identity(vllm_config: Any, options: Options, placement: Placement) -> Ident
             "--load-format dummy: random weights have no fingerprint; name them with 'weights_label' in "
             "kv_connector_extra_config (servers that share KV must use the same label and seed)"
         )
-    config = Path(model.hf_config_path) if model.hf_config_path else directory
+    weights, config = _model_files(model, label)
     overrides = model.hf_overrides
     if not isinstance(overrides, Mapping):
         if label is None:
@@ -148,7 +149,7 @@ def _identity(vllm_config: Any, options: Options, placement: Placement) -> Ident
             )
         overrides = {}
     return Identity(
-        weights=describe_weights(directory, label, str(load_format)),
+        weights=describe_weights(weights, label, str(load_format)),
         config={**model_config(config, overrides, model.max_model_len), **_engine_settings(vllm_config)},
         compute_dtype=str(model.dtype).removeprefix("torch."),
         quantization=weight_quantization(read_config(config), model.quantization),
@@ -169,19 +170,39 @@ def _engine_settings(vllm_config: Any) -> dict[str, Any]:
     return {"engine": json.loads(json.dumps(found, default=str))} if found else {}
 
 
-def _model_directory(model: Any) -> Path:
-    """Where the model's files are on this machine."""
+def _model_files(model: Any, label: str | None) -> tuple[Path, Path]:
+    """Where on this machine the model's weights (a directory or one file) and its config.json (a directory) are."""
     path = Path(str(model.model))
-    if path.is_dir():
-        return path
+    stated = model.hf_config_path and _directory(str(model.hf_config_path), model.revision, "configuration")
+    if path.is_file():  # GGUF
+        if not stated and not (path.parent / "config.json").is_file():
+            raise ConfigError(
+                f"model {path} is a single file, without its configuration: put the model's config.json beside it, or "
+                "name its directory with --hf-config-path"
+            )
+        return path, stated or path.parent
+    if stated and label is not None:  # nothing else is looked at
+        return stated, stated
+    directory = _directory(str(model.model), model.revision, "configuration" if label is not None else "weights")
+    return directory, stated or directory
+
+
+def _directory(name: str, revision: str | None, wanted: str) -> Path:
+    """A directory, or that of a hub's model on this machine. wanted: what it is for."""
+    if Path(name).is_dir():
+        return Path(name)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(model.model), revision=model.revision, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except Exception as error:
+        way_out = "download the model to a directory and serve that, or name the directory of its config.json with "
+        way_out += "--hf-config-path"
+        if wanted == "weights":
+            way_out += " and its weights with 'weights_label' in kv_connector_extra_config"
         raise ConfigError(
-            f"model {model.model}: its files are not found on this machine ({type(error).__name__}), so its weights "
-            "cannot be fingerprinted; name them with 'weights_label' in kv_connector_extra_config"
+            f"model {name}: its {wanted} cannot be identified, since its files are not found on this machine "
+            f"({type(error).__name__}); {way_out}"
         ) from None
 
 

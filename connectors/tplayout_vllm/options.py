@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tplayout.errors import ConfigError
+from tplayout.storage.url import absolute_url
 
 SECRET_ENV = "TPLAYOUT_SECRET_KEY"
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
@@ -83,6 +84,10 @@ def parse_options(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     url = extra.get("url")
     if not isinstance(url, str) or not url.strip():
         raise _wrong("url", "is required: where to keep KV, for example file:///var/cache/kv or s3://bucket/prefix")
+    try:
+        absolute_url(url)  # not what it returns: where that is, is said at start
+    except ConfigError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
     storage = extra.get("storage_options", {})
     if not isinstance(storage, Mapping):
         # Not what it is: that would be credentials.

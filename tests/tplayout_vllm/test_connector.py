@@ -1,5 +1,6 @@
 """The connector as vLLM sees it: which answers never change, what is refused early, and that nothing is left behind."""
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +116,30 @@ def test_a_finished_request_never_holds_its_blocks(sim: Sim) -> None:
     assert engine.connector.request_finished(request, [1]) == (False, None)
     assert engine.connector.request_finished_all_groups(request, ([1],)) == (False, None)
     engine.abort(name)
+
+
+def test_the_start_line_says_where_chunks_are_kept(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And I/O processes that are started later go there too, wherever the engine is by then."""
+    (sim.store.parent / "here").mkdir()
+    monkeypatch.chdir(sim.store.parent / "here")
+    sim.url = "../store"
+    logger = logging.getLogger("vllm.tplayout")
+    logger.addHandler(caplog.handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        engine = sim.engine()
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(caplog.handler)
+    assert f"tplayout: file://{sim.store}, namespace " in caplog.text
+    monkeypatch.chdir("/")
+    assert engine.stager.plan.url == f"file://{sim.store}"
+    text = sim.text(9)
+    engine.run(text, 200, 1)
+    assert all(sim.stored(text, 192))
 
 
 def test_an_idle_engine_publishes_what_it_saved(sim: Sim) -> None:

@@ -13,7 +13,7 @@ from tplayout.errors import ConfigError
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity, namespace_document
 from tplayout_vllm.metadata import WorkerReport, this_machine
-from tplayout_vllm.opening import _engine_settings, _hasher, check_machines, check_setup
+from tplayout_vllm.opening import _engine_settings, _hasher, _model_files, check_machines, check_setup
 from tplayout_vllm.options import Options
 
 
@@ -77,6 +77,52 @@ def test_settings_that_change_kv_are_in_the_identity() -> None:
     stated = {"linear": "torch.float8_e4m3fn", "ignore": ["re:.*x"]}
     assert settings(quantization_config=scheme) == {"engine": {"quantization_config": stated}}
     assert settings(model_class_overrides={"A": "m:B"}) == {"engine": {"model_class_overrides": {"A": "m:B"}}}
+
+
+def files(label: str | None = None, **model: Any) -> tuple[Path, Path]:
+    stated = {"hf_config_path": None, "revision": None, **model}
+    return _model_files(SimpleNamespace(**stated), label)
+
+
+def test_a_model_s_weights_and_configuration_may_be_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model, config = tmp_path / "model", tmp_path / "config"
+    model.mkdir()
+    config.mkdir()
+    assert files(model=model) == (model, model)
+    assert files(model=model, hf_config_path=str(config)) == (model, config)
+    # Weights that are streamed from elsewhere: their label is all that is asked for.
+    assert files("label", model="nobody/nothing", hf_config_path=str(config)) == (config, config)
+
+
+def test_a_single_file_of_weights_is_served_with_its_configuration(tmp_path: Path) -> None:
+    file, config = tmp_path / "model.gguf", tmp_path / "config"
+    file.write_bytes(b"GGUF")
+    config.mkdir()
+    with pytest.raises(ConfigError, match=r"single file.*config\.json beside it.*--hf-config-path"):
+        files(model=file)
+    assert files(model=file, hf_config_path=str(config)) == (file, config)
+    (tmp_path / "config.json").write_text("{}")
+    assert files(model=file) == (file, tmp_path)
+    assert files("label", model=file) == (file, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("label", "config", "says", "not_said"),
+    [
+        (None, None, "weights cannot be identified", "nothing"),
+        ("label", None, "configuration cannot be identified", "weights_label"),
+        ("label", "nobody/config", "model nobody/config: its configuration cannot", "weights_label"),
+    ],
+)
+def test_a_model_that_is_not_here_is_refused_with_what_helps(
+    label: str | None, config: str | None, says: str, not_said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=says) as raised:
+        files(label, model="nobody/weights", hf_config_path=config)
+    assert "--hf-config-path" in str(raised.value)
+    assert ("weights_label" in str(raised.value)) == (not_said != "weights_label")
 
 
 def plant(directory: Path, change: Any, digest: str = "xxh3-128", **options: Any) -> tuple[Options, Identity]:

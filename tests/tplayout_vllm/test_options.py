@@ -27,6 +27,8 @@ def test_defaults() -> None:
         ({"spam": 1}, r"'spam' is no option.*known are url"),
         ({"url": ""}, r"'url' is required"),
         ({"url": 3}, r"'url' is required"),
+        ({"url": "file://var/cache/kv"}, r"kv_connector_extra_config: url .* write file:///var/cache/kv"),
+        ({"url": "s3 ://bucket"}, r"kv_connector_extra_config: url .* is no scheme"),
         ({"chunk_tokens": 0}, r"'chunk_tokens' must be a whole number from 16"),
         ({"chunk_tokens": True}, r"'chunk_tokens' must be a whole number"),
         ({"chunk_tokens": "256"}, r"'chunk_tokens' must be a whole number"),
