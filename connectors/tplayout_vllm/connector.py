@@ -14,12 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
-from tplayout_vllm.discovery import discover_worker
+from tplayout_vllm.discovery import discover_worker, watch_weights
 from tplayout_vllm.guard import Guarded
-from tplayout_vllm.metadata import StepMetadata, WorkerReport
+from tplayout_vllm.metadata import StepMetadata, WeightsChanged, WorkerReport
 from tplayout_vllm.metrics import TPLayoutStats, prom_metrics
 from tplayout_vllm.opening import check_setup, open_scheduler_side
 from tplayout_vllm.options import parse_options
@@ -63,7 +64,7 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
         self._report, found = discover_worker(self._vllm_config, self._kv_cache_config, kv_caches)
-        self._worker.register(found)
+        self._worker.register(found, watch_weights(self._vllm_config, found))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._report
@@ -86,6 +87,9 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         finished, failed = self._worker.take_results()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return WeightsChanged() if self._worker is not None and self._worker.weights_changed else None
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
@@ -123,6 +127,8 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._side.loads_ended(connector_output.finished_recving or set(), connector_output.failed_recving or set())
+        if isinstance(connector_output.kv_connector_worker_meta, WeightsChanged):
+            self._side.stop("weights-changed")
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # Never True: what is to be saved was copied in the step that computed it.

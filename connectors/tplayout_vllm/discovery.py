@@ -6,7 +6,8 @@ does not know to be right it refuses, with one line that names layer, kind and r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ from tplayout.errors import ConfigError
 from tplayout_vllm.blocks import Tables
 from tplayout_vllm.metadata import LayerReport, WorkerReport, this_machine
 from tplayout_vllm.probe import LayoutUnknown, PageLayout, discover_layer
+from tplayout_vllm.weight_watch import WeightWatch, find_model
 from tplayout_vllm.worker import FoundLayer
+
+logger = logging.getLogger("vllm.tplayout")
 
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
@@ -59,6 +63,18 @@ def discover_worker(
         reports.append(report)
         found.append(FoundLayer(name, table, layer.kv_cache, layout, _ratio(name, cache, layer.kv_cache, spec)))
     return WorkerReport(tuple(reports), this_machine()), found
+
+
+def watch_weights(vllm_config: Any, found: Sequence[FoundLayer]) -> WeightWatch | None:
+    """A watch over the weights that make these layers' KV, None for a rank without layers."""
+    modules = vllm_config.compilation_config.static_forward_context
+    model = find_model([modules[layer.name] for layer in found]) if found else None
+    if model is None:
+        if found:
+            logger.warning("tplayout: this model's weights cannot be found: do not change them while the server runs")
+        return None
+    config, eplb = vllm_config.model_config, getattr(vllm_config.parallel_config, "enable_eplb", False)
+    return WeightWatch(model, lambda: (config.model, config.revision), experts_move=eplb)
 
 
 def block_tables(kv_cache_config: Any, of_group: tuple[tuple[int, ...], ...]) -> Tables:

@@ -12,6 +12,7 @@ from pathlib import Path
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 
 from tplayout.format.geometry import Geometry
@@ -112,3 +113,10 @@ class StepMetadata(KVConnectorMetadata):
     staging: StagingRef | None = None
     saves: list[Transfer] = field(default_factory=list)
     loads: list[Transfer] = field(default_factory=list)
+
+
+class WeightsChanged(KVConnectorWorkerMetadata):
+    """A worker's news for the scheduler: its weights are no longer those that the namespace is of."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return self

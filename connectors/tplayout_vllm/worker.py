@@ -22,6 +22,7 @@ from tplayout_vllm.device import HostCopies, StreamCopies, copies_for
 from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer
 from tplayout_vllm.pages import Canonical, LayerPages, canonical_view, group_runs
 from tplayout_vllm.probe import PageLayout
+from tplayout_vllm.weight_watch import WeightWatch
 
 logger = logging.getLogger("vllm.tplayout")
 
@@ -52,15 +53,18 @@ class WorkerSide:
         # (request, failed); a queue, because on an accelerator a thread puts what the engine's thread takes.
         self._ended: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._counters: dict[str, float] = {}
+        self._weights: WeightWatch | None = None
 
-    def register(self, layers: Sequence[FoundLayer]) -> None:
-        """Take the layers of this rank; which cells they are is told with the first work."""
+    def register(self, layers: Sequence[FoundLayer], weights: WeightWatch | None = None) -> None:
+        """Take the layers of this rank; which cells they are is told with the first work. weights: that made them."""
         self.close()  # of caches that were registered before
         self._layers = layers
+        self._weights = weights
         self._copies = copies_for(layers[0].cache.device if layers else torch.device("cpu"))
 
     def load(self, step: StepMetadata) -> None:
         """Copy this step's loads from their slots into the pages. What fails is reported, never raised."""
+        usable = self._check_weights() if step.loads else _always
         for transfer in step.loads:
             started = time.perf_counter()
             failed = transfer.failed
@@ -72,7 +76,8 @@ class WorkerSide:
                 logger.exception("tplayout: loading request %s failed, it is computed instead", transfer.request)
                 failed = True
             self._copies.after(
-                _putter(self._ended, transfer.request, failed), _putter(self._ended, transfer.request, True)
+                _putter(self._ended, transfer.request, _never if failed else usable),
+                _putter(self._ended, transfer.request, _never),
             )
             self._count("load_copy_seconds", time.perf_counter() - started)
 
@@ -81,10 +86,11 @@ class WorkerSide:
 
         When this returns, the blocks may be reused by the next step (on CUDA: by work queued behind this).
         """
+        usable = self._check_weights() if step.saves else _always
         for transfer in step.saves:
             started = time.perf_counter()
             try:
-                self._gather(self._attach(step.staging), transfer)
+                self._gather(self._attach(step.staging), transfer, usable)
             except Exception:
                 logger.exception("tplayout: saving request %s failed, its chunks are not stored", transfer.request)
                 self._give_up(transfer)
@@ -102,10 +108,23 @@ class WorkerSide:
         counters, self._counters = self._counters, {}
         return counters
 
+    @property
+    def weights_changed(self) -> bool:
+        """Whether the weights are no longer those that the namespace is of: nothing is saved or loaded any more."""
+        return self._weights is not None and self._weights.changed
+
     def close(self) -> None:
         """End the copies in flight and let go of the region."""
         self._copies.close()
         self._staging = None
+
+    def _check_weights(self) -> Callable[[], bool]:
+        """Whether this step's copies may be used, to be asked once they have ended."""
+        try:
+            return _always if self._weights is None else self._weights.check()
+        except Exception:
+            logger.exception("tplayout: the weights cannot be compared with what they were; nothing is copied")
+            return _never
 
     def _count(self, name: str, value: float) -> None:
         self._counters[name] = self._counters.get(name, 0) + value
@@ -118,14 +137,14 @@ class WorkerSide:
             self._copies.pin(self._staging.memory)
         return self._staging
 
-    def _gather(self, staging: _Attached, transfer: Transfer) -> None:
+    def _gather(self, staging: _Attached, transfer: Transfer, usable: Callable[[], bool]) -> None:
         for copy in transfer.copies:
             for run in staging.runs:
                 if run.group in copy.groups and staging.writes[run.group]:
                     out = staging.cells(copy, run.group, run.positions)
                     self._copies.save(run, transfer.tables[run.table], copy.first, copy.last, out)
                     self._count("save_copy_bytes", out.nbytes)
-            self._copies.after(_marker(staging, copy, usable=True), _marker(staging, copy, usable=False))
+            self._copies.after(_marker(staging, copy, usable), _marker(staging, copy, _never))
 
     def _scatter(self, staging: _Attached, transfer: Transfer) -> None:
         for copy in transfer.copies:
@@ -138,7 +157,7 @@ class WorkerSide:
     def _give_up(self, transfer: Transfer) -> None:
         if self._staging is not None:
             for copy in transfer.copies:
-                self._copies.after(_marker(self._staging, copy, usable=False))
+                self._copies.after(_marker(self._staging, copy, _never))
 
 
 class _Attached:
@@ -179,9 +198,17 @@ class _Attached:
                 self._region.mark(copy.slot, group, self._marks[group], copy.generation, usable=usable)
 
 
-def _putter(ended: queue.SimpleQueue[tuple[str, bool]], request: str, failed: bool) -> Callable[[], None]:
-    return lambda: ended.put((request, failed))
+def _always() -> bool:
+    return True
 
 
-def _marker(staging: _Attached, copy: ChunkCopy, usable: bool) -> Callable[[], None]:
-    return lambda: staging.mark(copy, usable)
+def _never() -> bool:
+    return False
+
+
+def _putter(ended: queue.SimpleQueue[tuple[str, bool]], request: str, usable: Callable[[], bool]) -> Callable[[], None]:
+    return lambda: ended.put((request, not usable()))
+
+
+def _marker(staging: _Attached, copy: ChunkCopy, usable: Callable[[], bool]) -> Callable[[], None]:
+    return lambda: staging.mark(copy, usable())

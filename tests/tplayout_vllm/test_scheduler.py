@@ -263,3 +263,16 @@ def test_requests_unknown_to_it_are_ignored() -> None:
     assert deciding.step(output({"stranger": 33})).saves == []
     deciding.loads_ended({"stranger"}, {"stranger"})
     deciding.finish("stranger")
+
+
+def test_once_stopped_it_neither_loads_nor_saves() -> None:
+    stager = FakeStager(ready=2)
+    stopped = side(stager)
+    early, late = request(2 * CHUNK + 1, "early"), request(2 * CHUNK + 1, "late")
+    stopped.add(early, lambda _: 0)
+    stopped.stop("weights-changed")
+    stopped.add(late, lambda _: 0)
+    assert [stopped.matched(each, 0) for each in (early, late)] == [0, 0]
+    assert stopped.step(output({"early": 2 * CHUNK, "late": 2 * CHUNK})).saves == []
+    assert stager.saved == []
+    assert stopped._unkeyable == {"weights-changed": 1}

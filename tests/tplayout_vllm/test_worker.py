@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -145,6 +146,35 @@ def test_a_failed_save_gives_its_slots_back(monkeypatch: pytest.MonkeyPatch) -> 
     for slot, generation in ((0, 4), (1, 9)):
         assert machine.region.settled(slot, 0, generation)
         assert not machine.region.marked(slot, 0, generation)
+
+
+class Watch:
+    """A WeightWatch as the worker sees it. answers: of the looks, in turn."""
+
+    def __init__(self, *answers: bool) -> None:
+        self._answers, self.changed = list(answers), False
+
+    def check(self) -> Callable[[], bool]:
+        answer = self._answers.pop(0)
+        self.changed |= not answer
+        return lambda: answer
+
+
+def test_when_weights_change_nothing_is_stored_or_used_any_more() -> None:
+    machine = Machine(1)
+    machine.compute(CHUNK)
+    (rank,) = machine.ranks
+    rank.side.register(rank.side._layers, Watch(True, False, False))
+    rank.side.save(step("saves", machine.ref(), ChunkCopy(1, 7, 0, 0, CHUNK, (0, 1))))
+    assert machine.region.marked(1, 0, 7)
+    assert not rank.side.weights_changed
+    rank.side.save(step("saves", machine.ref(), ChunkCopy(2, 8, 0, 0, CHUNK, (0, 1))))
+    assert machine.region.settled(2, 0, 8)
+    assert not machine.region.marked(2, 0, 8)
+    assert rank.side.weights_changed
+    rank.side.load(step("loads", machine.ref(), ChunkCopy(1, 7, 0, 0, CHUNK, (0, 1))))
+    assert rank.side.take_results() == ({"r"}, {"r"})
+    rank.side.save(StepMetadata())  # without work there is no look
 
 
 def test_a_new_region_is_taken_over() -> None:
