@@ -2,8 +2,8 @@
 
     python tools/peer_files.py OUT
 
-vLLM's file-system tier: `FileMapper` names the files and `batch_store_block` writes them, from rows laid out as
-`SharedOffloadRegion` documents them. ExampleConnector: its own `save_kv_layer`. LMCache: its `TokenHasher` and the
+vLLM's file-system tier: workers fill vLLM's `SharedOffloadRegion`, `FileMapper` names the files and
+`batch_store_block` writes them. ExampleConnector: its own `save_kv_layer`. LMCache: its `TokenHasher` and the
 store of its `FSL2Adapter`. Needs vLLM and LMCache (with aiofiles); the KV is that of `values`.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,48 +31,80 @@ def values() -> Any:
     return kv
 
 
-def tier(root: Path, tp: int, blocks_per_file: int, layout: str, canonical: bool, agnostic: bool) -> None:
-    """One run of the tier. layout: "nhd" or "hnd"."""
+@dataclass(frozen=True)
+class Known:
+    """A prompt and its KV [layer, part, token, head, dim], for an engine with blocks of `block` tokens."""
+
+    prompt: list[int]
+    kv: Any
+    block: int
+
+    @property
+    def block_starts(self) -> range:
+        """First tokens of the blocks."""
+        return range(0, len(self.prompt), self.block)
+
+
+def small() -> Known:
+    """What all files in tests/data/peers are of."""
+    return Known(PROMPT, values(), BLOCK)
+
+
+def tier(
+    root: Path, tp: int, blocks_per_file: int, layout: str, canonical: bool, agnostic: bool, known: Known | None = None
+) -> None:
+    """One run of the tier. layout: "nhd" or "hnd"; known: whole files of tokens, and what vLLM knows of them."""
     from vllm.utils.hashing import sha256
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_offload.base import make_offload_key
     from vllm.v1.kv_offload.file_mapper import FileMapper
     from vllm.v1.kv_offload.tiering.fs.io import batch_store_block
 
-    groups = [{"tokens_per_block": BLOCK, "layer_names": [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]}]
+    known = known or small()
+    layer_names = [f"model.layers.{layer}.self_attn.attn" for layer in range(len(known.kv))]
+    groups = [{"tokens_per_block": known.block, "layer_names": layer_names}]
     mapper = FileMapper(
-        str(root), "org/model", BLOCK, blocks_per_file, tp, 1, 1, 1, 0, "float16", groups,
+        str(root), "org/model", known.block, blocks_per_file, tp, 1, 1, 1, 0, str(known.kv.dtype), groups,
         parallel_agnostic=agnostic, canonical_format=f"v1-{layout}" if canonical else None,
     )  # fmt: skip
     kv_cache_utils.init_none_hash(sha256)
     hashes, parent = [], None
-    for start in range(0, TOKENS, BLOCK):
-        parent = kv_cache_utils.hash_block_tokens(sha256, parent, PROMPT[start : start + BLOCK], None)
+    for start in known.block_starts:
+        parent = kv_cache_utils.hash_block_tokens(sha256, parent, known.prompt[start : start + known.block], None)
         hashes.append(parent)
     keys = [make_offload_key(each, 0) for each in hashes[blocks_per_file - 1 :: blocks_per_file]]
-    # K and V adjacent per token and head: [token, head, 2*dim]
-    packed = np.concatenate([values()[:, 0], values()[:, 1]], axis=-1)
-    shards = [packed] if canonical else np.split(packed, tp, axis=2)
-    rows = [_row(shards, start, blocks_per_file, layout) for start in range(0, TOKENS, BLOCK * blocks_per_file)]
-    buffer = np.stack(rows)
     Path(mapper.get_config_file_path()).parent.mkdir(parents=True)
     Path(mapper.get_config_file_path()).write_text(json.dumps(mapper.get_run_config(), indent=2, sort_keys=True))
-    size = buffer.shape[1]
+    rows, size = _rows(known, tp, blocks_per_file, layout, canonical)
     names = [mapper.get_file_name(key) for key in keys]
-    batch_store_block(names, buffer.data, [size * number for number in range(len(keys))], size, False)
+    batch_store_block(names, rows, [size * number for number in range(len(keys))], size, False)
 
 
-def _row(shards: Any, start: int, blocks: int, layout: str) -> Any:
-    """One chunk: for each worker its layers, for each layer its blocks; padded to a page of memory."""
-    pages = []
-    for shard in shards:
-        for layer in range(LAYERS):
-            for block in range(blocks):
-                at = start + block * BLOCK
-                page = shard[layer, at : at + BLOCK]
-                pages.append((page if layout == "nhd" else page.transpose(1, 0, 2)).tobytes())
-    data = b"".join(pages)
-    return np.frombuffer(data.ljust(-(-len(data) // 4096) * 4096, b"\0"), "i1")
+def _rows(known: Known, tp: int, blocks_per_file: int, layout: str, canonical: bool) -> tuple[memoryview, int]:
+    """All chunks in vLLM's own host region, filled by one worker after the other, and the bytes of a chunk."""
+    import uuid
+
+    import torch
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+    chunks = len(known.block_starts) // blocks_per_file
+    # K and V adjacent per token and head: [layer, token, head, 2*dim]
+    packed = np.concatenate([known.kv[:, 0], known.kv[:, 1]], axis=-1)
+    each = packed.nbytes // chunks // tp  # of a worker in a chunk
+    size = -(-each * tp // SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT) * SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
+    name = uuid.uuid4().hex
+    workers = [SharedOffloadRegion(name, chunks, rank, size, each) for rank in range(tp)]
+    for worker, shard in zip(workers, [packed] if canonical else np.split(packed, tp, axis=2), strict=False):
+        for layer in shard:
+            pages = layer.reshape(chunks, blocks_per_file, known.block, *layer.shape[1:])
+            pages = pages if layout == "nhd" else pages.swapaxes(2, 3)
+            data = np.ascontiguousarray(pages).view("i1").reshape(chunks, -1)
+            carve = worker.create_next_canonical_view if canonical else worker.create_next_worker_view
+            carve(data.shape[1]).copy_(torch.from_numpy(data))
+    rows = bytes(workers[0].create_kv_memoryview().cast("B"))
+    for worker in reversed(workers):
+        worker.cleanup()
+    return memoryview(rows), size
 
 
 def _slots(layer: int, start: int, heads: slice, backend: str) -> Any:
