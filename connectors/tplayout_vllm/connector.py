@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from tplayout_vllm.discovery import discover_worker, watch_weights
 from tplayout_vllm.guard import Guarded
-from tplayout_vllm.metadata import StepMetadata, WeightsChanged, WorkerReport
+from tplayout_vllm.metadata import StepMetadata, WorkerNews, WorkerReport
 from tplayout_vllm.metrics import TPLayoutStats, prom_metrics
 from tplayout_vllm.opening import check_setup, open_scheduler_side
 from tplayout_vllm.options import parse_options
@@ -89,7 +89,7 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return WeightsChanged() if self._worker is not None and self._worker.weights_changed else None
+        return None if self._worker is None else self._worker.take_news()
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
@@ -127,8 +127,11 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._side.loads_ended(connector_output.finished_recving or set(), connector_output.failed_recving or set())
-        if isinstance(connector_output.kv_connector_worker_meta, WeightsChanged):
-            self._side.stop("weights-changed")
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, WorkerNews):
+            self._side.given_up(news.given_up)
+            if news.weights_changed:
+                self._side.stop("weights-changed")
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # Never True: what is to be saved was copied in the step that computed it.

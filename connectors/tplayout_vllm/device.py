@@ -115,13 +115,17 @@ class StreamCopies:
             event, action, failed = item
             try:
                 event.synchronize()
-            except Exception:
-                logger.exception("tplayout: a copy between staging and device failed")
-                action = failed or action
-            try:
                 action()
             except Exception:
-                logger.exception("tplayout: the end of a copy could not be noted")
+                logger.exception("tplayout: a copy between staging and device failed")
+                self._note(failed or action)
+
+    @staticmethod
+    def _note(failed: Callable[[], None]) -> None:
+        try:
+            failed()
+        except Exception:
+            logger.exception("tplayout: the end of a copy could not be noted")
 
 
 def copies_for(device: torch.device) -> HostCopies | StreamCopies:

@@ -6,6 +6,7 @@ Plain data; vLLM moves it between its own processes. Nothing here is stored, and
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,8 +116,22 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Transfer] = field(default_factory=list)
 
 
-class WeightsChanged(KVConnectorWorkerMetadata):
-    """A worker's news for the scheduler: its weights are no longer those that the namespace is of."""
+@dataclass(frozen=True)
+class WorkerNews(KVConnectorWorkerMetadata):
+    """What workers tell the scheduler's side behind a step.
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        return self
+    weights_changed: the weights are no longer those that the namespace is of.
+    given_up: (pp_rank, tp_rank) -> saves that it neither made nor could mark so, since it cannot reach the region.
+    """
+
+    weights_changed: bool = False
+    given_up: Mapping[tuple[int, int], tuple[ChunkCopy, ...]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
+        """The news of two workers, or of one worker twice."""
+        assert isinstance(other, WorkerNews)
+        mine, theirs = self.given_up, other.given_up
+        return WorkerNews(
+            self.weights_changed or other.weights_changed,
+            {rank: mine.get(rank, ()) + theirs.get(rank, ()) for rank in sorted({*mine, *theirs})},
+        )

@@ -17,9 +17,10 @@ import torch
 from tplayout.errors import TPLayoutError
 from tplayout.format.chunk import chunk_layout
 from tplayout.format.sharding import head_range, writes
+from tplayout.staging.log_limit import LogLimit
 from tplayout.staging.region import Region
 from tplayout_vllm.device import HostCopies, StreamCopies, copies_for
-from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer
+from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer, WorkerNews
 from tplayout_vllm.pages import Canonical, LayerPages, canonical_view, group_runs
 from tplayout_vllm.probe import PageLayout
 from tplayout_vllm.weight_watch import WeightWatch
@@ -52,7 +53,9 @@ class WorkerSide:
         self._staging: _Attached | None = None
         # (request, failed); a queue, because on an accelerator a thread puts what the engine's thread takes.
         self._ended: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
+        self._given_up: list[ChunkCopy] = []
         self._counters: dict[str, float] = {}
+        self._limit = LogLimit()
         self._weights: WeightWatch | None = None
 
     def register(self, layers: Sequence[FoundLayer], weights: WeightWatch | None = None) -> None:
@@ -73,7 +76,7 @@ class WorkerSide:
                     self._scatter(self._attach(step.staging), transfer)
             except Exception:
                 # The engine recomputes the request: a cache must not take it down.
-                logger.exception("tplayout: loading request %s failed, it is computed instead", transfer.request)
+                self._log("loading request %s failed, it is computed instead", transfer)
                 failed = True
             self._copies.after(
                 _putter(self._ended, transfer.request, _never if failed else usable),
@@ -89,11 +92,13 @@ class WorkerSide:
         usable = self._check_weights() if step.saves else _always
         for transfer in step.saves:
             started = time.perf_counter()
+            staging = None
             try:
-                self._gather(self._attach(step.staging), transfer, usable)
+                staging = self._attach(step.staging)
+                self._gather(staging, transfer, usable)
             except Exception:
-                logger.exception("tplayout: saving request %s failed, its chunks are not stored", transfer.request)
-                self._give_up(transfer)
+                self._log("saving request %s failed, its chunks are not stored", transfer)
+                self._give_up(staging, transfer)
             self._count("save_copy_seconds", time.perf_counter() - started)
 
     def take_results(self) -> tuple[set[str], set[str]]:
@@ -108,10 +113,16 @@ class WorkerSide:
         counters, self._counters = self._counters, {}
         return counters
 
-    @property
-    def weights_changed(self) -> bool:
-        """Whether the weights are no longer those that the namespace is of: nothing is saved or loaded any more."""
-        return self._weights is not None and self._weights.changed
+    def take_news(self) -> WorkerNews | None:
+        """What the scheduler's side must know since the last call, None if there is nothing.
+
+        What could be neither saved nor marked is marked there; else its slots were never free again.
+        """
+        changed, given_up = self._weights is not None and self._weights.changed, tuple(self._given_up)
+        self._given_up.clear()
+        if not changed and not given_up:
+            return None
+        return WorkerNews(changed, {(self._pp_rank, self._tp[1]): given_up} if given_up else {})
 
     def close(self) -> None:
         """End the copies in flight and let go of the region."""
@@ -133,8 +144,9 @@ class WorkerSide:
         if ref is None:
             raise TPLayoutError("a transfer came without its staging region")
         if self._staging is None or self._staging.ref.region != ref.region:
-            self._staging = _Attached(ref, self._layers, self._tp, self._pp_rank)
-            self._copies.pin(self._staging.memory)
+            staging = _Attached(ref, self._layers, self._tp, self._pp_rank)
+            self._copies.pin(staging.memory)
+            self._staging = staging
         return self._staging
 
     def _gather(self, staging: _Attached, transfer: Transfer, usable: Callable[[], bool]) -> None:
@@ -154,10 +166,19 @@ class WorkerSide:
                     self._copies.load(run, transfer.tables[run.table], copy.first, copy.last, src)
                     self._count("load_copy_bytes", src.nbytes)
 
-    def _give_up(self, transfer: Transfer) -> None:
-        if self._staging is not None:
-            for copy in transfer.copies:
-                self._copies.after(_marker(self._staging, copy, _never))
+    def _give_up(self, staging: _Attached | None, transfer: Transfer) -> None:
+        """Mark the copies as not usable. staging: None if it cannot be reached."""
+        if staging is None:
+            self._given_up += transfer.copies
+            return
+        for copy in transfer.copies:
+            self._copies.after(_marker(staging, copy, _never))
+
+    def _log(self, what: str, transfer: Transfer) -> None:
+        """An error and its traceback, once a minute for each `what`: where one request fails, others do."""
+        more = self._limit.allow(what)
+        if more is not None:
+            logger.exception("tplayout: " + what + "%s", transfer.request, more)
 
 
 class _Attached:
@@ -165,8 +186,6 @@ class _Attached:
 
     def __init__(self, ref: StagingRef, layers: Sequence[FoundLayer], tp: tuple[int, int], pp_rank: int) -> None:
         self.ref = ref
-        self._region = Region.attach(ref.region)
-        self.memory = torch.frombuffer(self._region.memory, dtype=torch.uint8)
         geometry = ref.geometry
         self._layouts = [chunk_layout(geometry, g, ref.digest, ref.key_id) for g in range(len(geometry.groups))]
         self._heads = [head_range(group.heads, *tp) for group in geometry.groups]
@@ -176,6 +195,9 @@ class _Attached:
         self.runs = group_runs(
             [LayerPages(x.name, x.table, group, position, x.cache, x.layout, x.ratio) for x, group, position in placed]
         )
+        # Last: an error above must not leave a mapping behind, in every step.
+        self._region = Region.attach(ref.region)
+        self.memory = torch.frombuffer(self._region.memory, dtype=torch.uint8)
 
     def cells(self, copy: ChunkCopy, group: int, layers: range) -> Canonical:
         """This rank's heads, the given layers and the copied tokens of a group's object in a slot."""

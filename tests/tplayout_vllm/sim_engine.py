@@ -343,6 +343,7 @@ class SimEngine:
             failed_recving=results.failed_recving,
             invalid_block_ids=worker.get_block_ids_with_load_errors(),
             kv_connector_stats=worker.get_kv_connector_stats(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
         worker.clear_connector_metadata()
         names = list(sampled)

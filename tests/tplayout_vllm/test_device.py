@@ -155,6 +155,16 @@ def test_an_error_of_the_device_is_told_from_the_end_of_a_copy(copies: StreamCop
     assert done == ["failed"]
 
 
+def test_an_end_that_cannot_be_noted_is_a_failure(copies: StreamCopies) -> None:
+    """A request that waits for it must not wait for ever."""
+    done: list[str] = []
+    ended = threading.Event()
+    copies.after(lambda: 1 // 0, lambda: done.append("failed"))
+    copies.after(ended.set)
+    assert ended.wait(10)
+    assert done == ["failed"]
+
+
 def test_closing_waits_for_what_is_in_flight(copies: StreamCopies, accelerator: Accelerator) -> None:
     done: list[int] = []
     accelerator.running.clear()

@@ -162,6 +162,27 @@ def test_a_failed_save_is_not_stored_and_made_up_for_later(sim: Sim) -> None:
     sim.check_store()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_cannot_reach_the_region_leaves_no_slot_in_use(
+    sim: Sim, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = sim.text(13)
+    engine = sim.engine(tp=2, caching=False, asynchronous=asynchronous)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.ranks[1].side, "_attach", lambda ref: 1 / 0)
+        for seed in range(14, 17):
+            name = engine.run(sim.text(seed), 300, 3)
+            assert engine.requests[name].get_finished_reason().name == "LENGTH"
+    engine.stager.poll()
+    slots = engine.stager.snapshot()["slots"]
+    assert (slots["limbo"], slots["filling"], slots["pinned"]) == (0, 0, 0)
+    assert engine.stager.snapshot()["save_errors"] == {"void": 12}
+    assert sim.check_store() == 0
+    engine.run(text, 300, 3)  # the rank can reach it again
+    assert sim.stored(text, 256) == [True] * 4
+    sim.check_store()
+
+
 # -- stores --------------------------------------------------------------------------------------------------------
 
 
