@@ -107,17 +107,18 @@ def _discover(
 ) -> tuple[LayerReport, PageLayout]:
     _check_kind(name, layer, spec)
     dtype = _dtype(name, layer, spec)
-    latent = isinstance(spec, MLAAttentionSpec)
+    latent, compute = isinstance(spec, MLAAttentionSpec), vllm_config.model_config.dtype
     try:
         # Layers of one shape have one layout; probing each of 80 layers would only cost time.
         key = _layout_key(layer)
         if key not in layouts:
-            layouts[key] = discover_layer(layer, vllm_config.model_config.dtype)
+            layouts[key] = discover_layer(layer, compute)
         layout = layouts[key]
     except (LayoutUnknown, RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        other = "" if dtype.startswith("F8") or spec.dtype == compute else f" of a KV dtype other than {compute}"
         raise ConfigError(
-            f"layer {name} ({type(layer.impl).__name__}): its page layout cannot be discovered: {error}; "
-            "run without TPLayoutConnector or with another --attention-backend"
+            f"layer {name} ({type(layer.impl).__name__}): its page layout{other} cannot be discovered: {error}; "
+            "run without TPLayoutConnector or with another --attention-backend or --kv-cache-dtype"
         ) from error
     names = ("latent", "rope") if latent else ("k", "v")
     parts = tuple((n, part.shape[2]) for n, part in zip(names, layout.parts, strict=True))

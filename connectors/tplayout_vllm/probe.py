@@ -97,6 +97,8 @@ def discover(
         return bits.cpu().long()
 
     where, codes = _calibrate(put, sizes)
+    if scratch.is_floating_point() and not bool((scratch.cpu()[where].float() == _BASE).all()):
+        raise LayoutUnknown(f"a value is stored as another one in {scratch.dtype}")
     element = torch.zeros(total, dtype=torch.int64)
     unit = 1
     while unit < total:
@@ -155,7 +157,10 @@ def discover_layer(layer: Any, compute_dtype: torch.dtype) -> PageLayout:
     tokens, stride = int(cache.shape[-2]), int(cache.stride(0))
     page = cache[:1]
     extent = sum((n - 1) * s for n, s in zip(page.shape, page.stride(), strict=True)) + 1
-    scratch = torch.zeros(stride + max(stride, extent), dtype=cache.dtype, device=cache.device)
+    size = stride + max(stride, extent)
+    # Room for an op that stores elements wider than the page's (float32 keys in bfloat16 pages); it is refused then.
+    room = max(1, compute_dtype.itemsize // cache.element_size())
+    scratch = torch.zeros(size * room, dtype=cache.dtype, device=cache.device)[:size]
     view = scratch.as_strided((2, *cache.shape[1:]), cache.stride())
     slots = torch.arange(tokens, 2 * tokens, dtype=torch.int64, device=cache.device)
     find = _latent_op if hasattr(layer.impl, "kv_lora_rank") else _kv_op

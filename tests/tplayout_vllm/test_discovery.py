@@ -53,11 +53,16 @@ def full(**more: Any) -> FullAttentionSpec:
     return FullAttentionSpec(**{**SHAPE, **more})
 
 
-def discover(layers: dict[str, SimpleNamespace], groups: list[tuple[list[str], Any]], drafts: bool = False) -> Any:
+def discover(
+    layers: dict[str, SimpleNamespace],
+    groups: list[tuple[list[str], Any]],
+    drafts: bool = False,
+    compute: torch.dtype = torch.float32,
+) -> Any:
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers),
         speculative_config=object() if drafts else None,
-        model_config=SimpleNamespace(dtype=torch.float32, get_total_num_hidden_layers=lambda: 2),
+        model_config=SimpleNamespace(dtype=compute, get_total_num_hidden_layers=lambda: 2),
     )
     kv_config = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(names, spec) for names, spec in groups])
     return discover_worker(config, kv_config, {name: one.kv_cache for name, one in layers.items()})
@@ -172,6 +177,25 @@ def test_layouts_that_cannot_be_discovered_are_refused_with_layer_and_backend(on
             SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["l.7"], full())]),
             {"l.7": torch.zeros(1)},
         )
+
+
+class Raw(Backend):
+    """Stores keys and values bit by bit, whatever the dtype of the page, as vLLM's CPU op does."""
+
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
+        wide = torch.empty(0, dtype=key.dtype).set_(cache.untyped_storage())
+        blocks = wide.numel() // cache.stride(0)
+        super().do_kv_cache_update(
+            layer, key, value, wide.as_strided((blocks, *cache.shape[1:]), cache.stride()), slots
+        )
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.float16])
+def test_pages_of_another_dtype_than_the_keys_are_refused(compute: torch.dtype) -> None:
+    """vLLM lets one ask for --kv-cache-dtype bfloat16 with --dtype float32, and writes behind the page then."""
+    one = layer(dtype=torch.bfloat16, impl=Raw(), kv_cache_dtype="bfloat16")
+    with pytest.raises(ConfigError, match=rf"layer l\.7 \(Raw\): its page layout of a KV dtype other than {compute}"):
+        discover({"l.7": one}, [(["l.7"], full(dtype=torch.bfloat16))], compute=compute)
 
 
 @pytest.mark.parametrize("name", ["model.attn", "model.layers.1.experts.2.attn"])
