@@ -12,8 +12,8 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tplayout.cache.namespace import read_namespace
-from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, Reason, StorageError
+from tplayout.cache.namespace import OF_OTHERS, read_namespace
+from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, StorageError
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.identity import Identity, namespace_document
 from tplayout.model import describe_weights, model_config, read_config, weight_quantization
@@ -30,9 +30,6 @@ from tplayout_vllm.scheduler import SchedulerSide
 from tplayout_vllm.sizing import io_processes, staging_slots
 
 logger = logging.getLogger("vllm.tplayout")
-
-# A namespace.json that is as another server, or another version, wants it.
-_OF_OTHERS = {Reason.UNSUPPORTED_CODEC, Reason.UNSUPPORTED_DIGEST, Reason.WRONG_SECRET, Reason.WRONG_VERSION}
 
 
 def check_setup(vllm_config: Any) -> None:
@@ -228,7 +225,7 @@ def _hasher(options: Options, identity: Identity) -> CellHasher:
             error,
         )
     except (FormatError, NamespaceMismatch) as error:
-        if isinstance(error, FormatError) and error.reason not in _OF_OTHERS:
+        if isinstance(error, FormatError) and error.reason not in OF_OTHERS:
             fault = (
                 f"a damaged namespace.json: {error}; remove that file, it is written anew then, or use another 'url'"
             )

@@ -78,6 +78,31 @@ def test_late_failures_of_older_work_do_not_prolong_it(opened, clock):
     assert opened.trial()
 
 
+def test_what_lasts_opens_it_at_once_until_a_trial_says_otherwise(clock, caplog):
+    breaker = Breaker("loads", clock)
+    breaker.failed("namespace-differs", "another digest", lasting=True)
+    assert breaker.kind == "namespace-differs"
+    assert "another digest" in caplog.text
+    breaker.succeeded()  # a miss that was asked for before
+    assert not breaker.closed
+    clock.now = 1.0
+    assert breaker.trial()
+    breaker.failed("namespace-differs", "another digest", lasting=True)
+    clock.now = 3.0
+    assert breaker.trial()
+    breaker.succeeded()
+    assert breaker.closed
+    assert len(caplog.records) == 2
+    breaker.failed("timeout", "")
+    assert breaker.closed  # and that is forgotten
+
+
+def test_what_lasts_is_said_where_it_is_open_already(opened, caplog):
+    opened.failed("namespace-differs", "another digest", lasting=True)
+    assert opened.kind == "namespace-differs"
+    assert len(caplog.records) == 1
+
+
 def test_each_change_is_one_line(opened, clock, caplog):
     caplog.set_level(logging.INFO)
     for _ in range(5):

@@ -9,7 +9,7 @@ from tplayout.format.digest import make_hasher
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import MAX_DOCUMENT_BYTES, Identity, namespace_document
 from tplayout.format.keys import namespace_object
-from tplayout.staging.io_jobs import NAMESPACE_DIFFERS, Bench, Publisher, probe
+from tplayout.staging.io_jobs import NAMESPACE_DIFFERS, Bench, NamespaceCheck, Publisher, probe
 from tplayout.staging.protocol import Probe, Save
 from tplayout.storage.base import Store
 from tplayout.storage.url import open_store
@@ -86,6 +86,36 @@ def test_a_document_that_is_replaced_while_we_run_is_noticed(store: Store) -> No
     now[0] = 60.0
     for _ in range(2):  # and every time from then on
         assert publisher.publish(NOTHING).kind == NAMESPACE_DIFFERS
+
+
+def test_loads_ask_why_everything_looks_damaged_once_a_minute(store: Store) -> None:
+    now = [0.0]
+    check = NamespaceCheck(bench(store, document("a")), clock=lambda: now[0])
+    assert check.conflict() == ""
+    store.put(NAME, document("b", digest="blake3"))
+    now[0] = 59.0
+    assert check.conflict() == ""
+    now[0] = 60.0
+    assert "storage.digest: ours 'xxh3-128', theirs 'blake3'; restart this server" in check.conflict()
+    store.delete([NAME])
+    now[0] = 120.0
+    assert check.conflict() == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "differs"),
+    [
+        (document("a"), False),
+        (document("called otherwise"), False),
+        (b"{", False),  # damaged: whoever saves says so, and what verifies is right all the same
+        (document("a").replace(b'"codec": "none"', b'"codec": "zstd"'), True),
+        (document("a", digest="blake3"), True),
+    ],
+)
+def test_a_probe_tells_a_store_that_answers_from_one_that_is_ours(store: Store, found: bytes, differs: bool) -> None:
+    store.put(NAME, found)
+    assert probe(bench(store, document("a")), Probe(1)).kind == (NAMESPACE_DIFFERS if differs else "")
+    assert probe(bench(store, b""), Probe(1)).kind == ""  # who has no document of its own knows nothing
 
 
 def test_a_planted_document_is_not_read_whole(store: Store) -> None:

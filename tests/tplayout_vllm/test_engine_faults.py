@@ -16,6 +16,7 @@ import torch
 from sim_engine import SimEngine
 from sim_store import Sim
 
+from tplayout.errors import Unavailable
 from tplayout.staging.stager import Stager
 
 FAULTY = Path(__file__).parent.parent / "staging" / "faulty_io_process.py"
@@ -250,6 +251,39 @@ def test_a_full_or_forbidden_store_saves_nothing_and_serves(sim: Sim, store_faul
     assert sim.check_store() == 0
     assert engine.stager.snapshot()["save_errors"] == {"full": 3}  # and no more were tried
     assert engine.stats("save-store-full", "skips") == 6
+
+
+def test_a_store_that_turns_out_to_be_kept_in_another_way_is_left_alone(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its digests are keyed, and it could not be reached when a server without the key started."""
+    (tmp_path / "key").write_text("sixteen bytes or more")
+    text, other = sim.text(70), sim.text(71)
+    keyed = sim.engine(options={"secret_key_file": str(tmp_path / "key")})
+    keyed.run(text, 300, 1)
+
+    def unreachable(*_: Any) -> None:
+        raise Unavailable("made up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tplayout_vllm.opening.read_namespace", unreachable)
+        engine = sim.engine(caching=False)
+    before = {path: path.read_bytes() for path in sim.store.rglob("*") if path.is_file()}
+    for one in (text, other, text, other):
+        name = engine.run(one, 300, 2)
+        assert engine.loaded(name) == 0
+        assert engine.requests[name].get_finished_reason().name == "LENGTH"
+        engine.connector.reset_cache()  # what it has computed itself is right, and served from memory
+    assert {path: path.read_bytes() for path in sim.store.rglob("*") if path.is_file()} == before
+    counted = engine.stager.snapshot()
+    assert set(counted["load_errors"]) == set(counted["save_errors"]) == {"namespace-differs"}
+    assert counted["verification_failures"] == 0  # nothing is damaged
+    assert all(state.startswith("suspended (namespace-differs)") for state in
+               (engine.stager.health["loads"], engine.stager.health["saves"]))  # fmt: skip
+    assert engine.stats("save-store-namespace-differs", "skips") > 0
+    said = {record.getMessage() for record in caplog.records if "namespace-differs" in record.getMessage()}
+    assert len(said) == 2  # loads and saves
+    assert all("storage.digest: ours 'xxh3-128', theirs 'blake3-keyed'; restart this server" in line for line in said)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:9000] + b"x" + data[9001:]])

@@ -16,6 +16,9 @@ from tplayout.format.identity import (
 from tplayout.format.keys import namespace_object
 from tplayout.storage.base import Store
 
+# Of a namespace.json that is not damaged, but as another server, or another version, wants it.
+OF_OTHERS = frozenset({Reason.UNSUPPORTED_CODEC, Reason.UNSUPPORTED_DIGEST, Reason.WRONG_SECRET, Reason.WRONG_VERSION})
+
 
 def read_namespace(store: Store, identity: Identity) -> NamespaceDocument | None:
     """The namespace's document, None if there is none.

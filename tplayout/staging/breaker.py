@@ -24,6 +24,7 @@ class Breaker:
         self._pause = 0.0
         self._retry_at = 0.0
         self._trying = False
+        self._lasting = False
         self.kind = ""
 
     @property
@@ -48,23 +49,26 @@ class Breaker:
 
     def succeeded(self) -> None:
         """The store did what it was asked."""
+        if self._lasting and not self._trying:
+            return  # an answer to older work
         self._in_a_row = 0
         if not self.closed:
-            self._pause, self._trying, self.kind = 0.0, False, ""
+            self._pause, self._trying, self._lasting, self.kind = 0.0, False, False, ""
             log.warning("tplayout: the store works again, %s are resumed", self._name)
 
-    def failed(self, kind: str, detail: str) -> None:
-        """The store did not. kind: a StorageErrorKind's value."""
+    def failed(self, kind: str, detail: str, lasting: bool = False) -> None:
+        """The store did not. kind: a StorageErrorKind's value, or another. lasting: so it will be the next time."""
         self._in_a_row += 1
-        if self.closed and self._in_a_row < _FAILURES:
+        if self.closed and not lasting and self._in_a_row < _FAILURES:
             return
-        if self.closed:
-            self._open(_FIRST_S, kind)
+        if self.closed or (lasting and not self._lasting):
             log.warning(
-                "tplayout: %s are suspended after %d failures in a row, the last: %s: %s; serving goes on"
+                "tplayout: %s are suspended after %d failure(s) in a row, the last: %s: %s; serving goes on"
                 " without them, the store is tried again from time to time",
                 *(self._name, self._in_a_row, kind, detail),
             )
+            self._open(_FIRST_S, kind)
+            self._lasting = lasting
         elif self._trying:
             self._open(min(self._pause * 2, _LONGEST_S), kind)
 

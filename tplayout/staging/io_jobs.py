@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tplayout.cache.namespace import check_document
+from tplayout.cache.namespace import OF_OTHERS, check_document
 from tplayout.errors import FormatError, NamespaceMismatch, NotFound, Reason, StorageError, StorageErrorKind
 from tplayout.format.chunk import ChunkLayout, read_chunk_id, verify, write_digests
 from tplayout.format.digest import CellHasher
@@ -23,6 +23,8 @@ from tplayout.storage.base import Store
 
 _TOUCH_S = 1.0
 _DOCUMENT_S = 60.0  # between looks at namespace.json
+_WAY_OUT = "restart this server, which takes over how the namespace is kept, or says what to change"
+_REMOVE = "remove that file, it is written anew then"
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,50 @@ class Bench:
         return self.namespace.hex()[:32]
 
 
-def load(bench: Bench, job: Load) -> Loaded:
-    """Fetch each group's object into its place and verify it. Ends at the first that is not right."""
+class NamespaceCheck:
+    """Whether the store's namespace is kept in another way than we do, who began without having seen it."""
+
+    def __init__(self, bench: Bench, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing is known about the store yet."""
+        self._bench = bench
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._looked_at = -math.inf
+        self._conflict = ""
+
+    def conflict(self) -> str:
+        """In which way, "" if it is not or cannot be read. The store is asked once a minute at most."""
+        with self._lock:
+            if self._clock() - self._looked_at >= _DOCUMENT_S:
+                try:
+                    self._conflict = conflict(self._bench)
+                except StorageError:
+                    self._conflict = ""
+                self._looked_at = self._clock()
+            return self._conflict
+
+
+def conflict(bench: Bench) -> str:
+    """In which way the store's namespace.json is not ours; "" for none, ours and a damaged one. Raises StorageError."""
+    try:
+        found = bench.store.get(namespace_object(bench.namespace_name), max_bytes=MAX_DOCUMENT_BYTES)
+        if bench.document and found != bench.document:
+            check_document(found, bench.document, bench.namespace_name)
+    except NamespaceMismatch as error:
+        return f"{error}; {_WAY_OUT}"
+    except FormatError as error:
+        return f"{error}; {_WAY_OUT}" if error.reason in OF_OTHERS else ""
+    except StorageError as error:
+        if error.kind not in (StorageErrorKind.NOT_FOUND, StorageErrorKind.TOO_LARGE):
+            raise
+    return ""
+
+
+def load(bench: Bench, job: Load, namespace: NamespaceCheck) -> Loaded:
+    """Fetch each group's object into its place and verify it. Ends at the first that is not right.
+
+    Objects of a namespace that is kept in another way look damaged, all of them: they are not.
+    """
     started = time.monotonic()
     key = bytes.fromhex(job.key)
     done: list[int] = []
@@ -58,6 +102,8 @@ def load(bench: Bench, job: Load) -> Loaded:
             outcome, kind, detail = "miss", error.kind.value, name
         except FormatError as error:
             outcome, kind, detail = "damaged", error.reason.value, str(error.at(name))
+            if differs := namespace.conflict():
+                outcome, kind, detail = "error", NAMESPACE_DIFFERS, differs
         except StorageError as error:
             outcome, kind, detail = "error", error.kind.value, str(error)
         break
@@ -132,7 +178,8 @@ class Publisher:
         except StorageError as error:
             outcome, kind, detail = "error", error.kind.value, str(error)
         except (FormatError, NamespaceMismatch) as error:
-            outcome, kind, detail = "error", NAMESPACE_DIFFERS, str(error)
+            damaged = isinstance(error, FormatError) and error.reason not in OF_OTHERS
+            outcome, kind, detail = "error", NAMESPACE_DIFFERS, f"{error}; {_REMOVE if damaged else _WAY_OUT}"
         return Saved(job.job, outcome, tuple(stored), kind, detail, written, time.monotonic() - started)
 
     def _name(self, job: Save, group: int) -> str:
@@ -165,11 +212,9 @@ class Publisher:
 
 
 def probe(bench: Bench, job: Probe) -> Probed:
-    """Read namespace.json: whether it is there does not matter, only that the store answers."""
+    """Read namespace.json: whether it is there does not matter, but the store must answer, and one must be ours."""
     try:
-        bench.store.get(namespace_object(bench.namespace_name), max_bytes=MAX_DOCUMENT_BYTES)
+        differs = conflict(bench)
     except StorageError as error:
-        if error.kind in (StorageErrorKind.NOT_FOUND, StorageErrorKind.TOO_LARGE):
-            return Probed(job.job, "", "")
         return Probed(job.job, error.kind.value, str(error))
-    return Probed(job.job, "", "")
+    return Probed(job.job, NAMESPACE_DIFFERS if differs else "", differs)

@@ -107,6 +107,7 @@ class IoProcess:
         self._bench = bench
         self._config = config
         self._publisher = io_jobs.Publisher(bench)
+        self._namespace = io_jobs.NamespaceCheck(bench)
         self._sending = threading.Lock()
         self._waiting: dict[Save, float] = {}  # not marked yet -> when to give up
         self._given: set[int] = set()  # loads and probes that threads have to answer
@@ -243,7 +244,7 @@ class IoProcess:
                 return self._save(job)
             if job.job in self._cancelled:
                 return Loaded(job.job, "cancelled", (), "", "", 0, 0.0)
-            return io_jobs.load(self._bench, job)
+            return io_jobs.load(self._bench, job, self._namespace)
         except Exception as error:
             return _failure(job, f"{type(error).__name__}: {error}")
 

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from tplayout.format.keys import ChunkId
 from tplayout.staging.pool import STORE_FAULTS, Pool, log
-from tplayout.staging.protocol import Load, Loaded
+from tplayout.staging.protocol import NAMESPACE_DIFFERS, Load, Loaded
 from tplayout.staging.slots import Part
 
 LOST = "io-lost"  # the I/O process died with the job
@@ -139,7 +139,7 @@ class Loads:
     def _failed(self, event: Loaded) -> None:
         pool = self._pool
         pool.counters[f"load_errors.{event.kind}"] += 1
-        if event.kind in STORE_FAULTS:
-            pool.reads.failed(event.kind, event.detail)
+        if event.kind in STORE_FAULTS or event.kind == NAMESPACE_DIFFERS:
+            pool.reads.failed(event.kind, event.detail, lasting=event.kind == NAMESPACE_DIFFERS)
         else:
             self._pool.warn("a load failed", event.kind, event.detail)

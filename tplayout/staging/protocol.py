@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from tplayout.errors import TPLayoutError
 
-NAMESPACE_DIFFERS = "namespace-differs"  # kind of a refused save: the store's namespace.json is another
+NAMESPACE_DIFFERS = "namespace-differs"  # kind of an error: the store's namespace.json is not ours
 MAX_LINE = 4 * 2**20  # a geometry with scales is the longest content
 
 

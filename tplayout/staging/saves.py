@@ -154,7 +154,7 @@ class Saves:
         pool = self._pool
         pool.counters[f"save_errors.{event.kind}"] += 1
         if event.kind in STORE_FAULTS or event.kind == NAMESPACE_DIFFERS:
-            pool.writes.failed(event.kind, event.detail)
+            pool.writes.failed(event.kind, event.detail, lasting=event.kind == NAMESPACE_DIFFERS)
         else:
             pool.writes.undecided()
             pool.warn("a save failed", event.kind, event.detail)

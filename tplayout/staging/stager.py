@@ -18,6 +18,7 @@ from tplayout.staging.lookups import Lookups, LookupState
 from tplayout.staging.plan import StagingPlan
 from tplayout.staging.pool import Pool
 from tplayout.staging.protocol import (
+    NAMESPACE_DIFFERS,
     Event,
     Load,
     Loaded,
@@ -249,7 +250,7 @@ class Stager:
         elif isinstance(event, Saved) and isinstance(job.work, Save):
             self._lookups.slot_changed(job.work.slot, self._saves.finished(job.work, job.key, event))
         elif isinstance(event, Probed) and event.kind:
-            self._pool.reads.failed(event.kind, event.detail)
+            self._pool.reads.failed(event.kind, event.detail, lasting=event.kind == NAMESPACE_DIFFERS)
         elif isinstance(event, Probed):
             self._pool.reads.succeeded()
 
