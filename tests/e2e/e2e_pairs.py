@@ -15,7 +15,7 @@ from e2e_engine import engine
 from e2e_plain import PlainEngines
 from e2e_store import namespace_of, objects, verified
 
-from tplayout.format.keys import chain, object_name
+from tplayout.format.keys import chain, object_name, parse_object_name
 
 CHUNK = 256
 CHUNKS = 2
@@ -116,22 +116,25 @@ class Relay:
             self.wait_until_stored(root, self.prompt(number))
         after = objects(root)
         assert before.items() <= after.items()
-        wrote = {name: data for name, data in after.items() if name not in before}
+        names = [group.name for group in namespace_of(root).identity.geometry.groups]
+        wrote: dict[str, list[int]] = {name: [] for name in names}
+        for name in after.keys() - before.keys():
+            wrote[names[parse_object_name(name).group_index]].append(len(after[name]))
         return Leg(server, read, wrote)
 
 
 @dataclass(frozen=True)
 class Leg:
-    """What one server did. read: its metrics after all reads, before it wrote. wrote: its objects."""
+    """What one server did. read: its metrics after all reads, before it wrote. wrote: group -> sizes of its objects."""
 
     server: Server
     read: dict[str, float]
-    wrote: dict[str, bytes]
+    wrote: dict[str, list[int]]
 
     def loaded(self, what: str) -> float:
         """A counter of the connector's loads: "bytes" from the store, "copy_bytes" into pages of all ranks."""
         return self.read[f"vllm:tplayout_load_{what}_total"]
 
-    def sizes(self, group: int = 0) -> list[int]:
-        """Sizes of a group's objects, smallest first."""
-        return sorted(len(data) for name, data in self.wrote.items() if name.endswith(f".{group}.safetensors"))
+    def sizes(self, group: str = "full") -> list[int]:
+        """Sizes of a group's objects."""
+        return self.wrote[group]
