@@ -7,12 +7,15 @@ the same TP size without the connector gives as its own prefix hit.
 from pathlib import Path
 
 import demo_models
+import pytest
 from e2e_cases import CHUNK, References, assert_same, story
 from e2e_engine import Output
 from e2e_store import stored_prefix, verified
 from e2e_tp_runs import FULL, Read, Run, run
 
 from tplayout import Cache, describe_model
+
+GROUPED = "Grouped-query attention"
 
 
 def check_read(read: Read, reference: Output) -> None:
@@ -22,22 +25,27 @@ def check_read(read: Read, reference: Output) -> None:
     assert_same(read.output, reference)
 
 
+@pytest.mark.row(GROUPED, "4 KV heads, TP 4 → 2")
 def test_tp4_to_tp2(tp2: Run, references: References) -> None:
     check_read(tp2.read["a"], references.hit("smollm2", 2, "a"))
 
 
+@pytest.mark.row(GROUPED, "4 KV heads, TP 4 → 1")
 def test_tp4_to_tp1(tp1: Run, references: References) -> None:
     check_read(tp1.read["a"], references.hit("smollm2", 1, "a"))
 
 
+@pytest.mark.row(GROUPED, "4 KV heads, TP 2 → 1")
 def test_tp2_to_tp1(tp1: Run, references: References) -> None:
     check_read(tp1.read["b"], references.hit("smollm2", 1, "b"))
 
 
+@pytest.mark.row(GROUPED, "4 KV heads, TP 2 → 4")
 def test_tp2_to_tp4(tp4_reads: Run, references: References) -> None:
     check_read(tp4_reads.read["b"], references.hit("smollm2", 4, "b"))
 
 
+@pytest.mark.row(GROUPED, "4 KV heads, TP 1 → 4")
 def test_tp1_to_tp4(tp4_reads: Run, references: References) -> None:
     check_read(tp4_reads.read["c"], references.hit("smollm2", 4, "c"))
 
@@ -79,6 +87,7 @@ def test_the_python_api_finds_what_vllm_stored(tp_root: Path, tp4: Run) -> None:
     assert prefix.tokens == FULL
 
 
+@pytest.mark.row(GROUPED, "3 KV heads, TP 3 → 1")
 def test_tp3_to_tp1(tmp_path: Path, logs: Path, references: References) -> None:
     """The unpadded model: three KV heads, so TP=3 and TP=1 are what vLLM accepts."""
     wrote = run(tmp_path, logs / "tp3.log", "smollm2-9x3", 3, 32, "kv_producer", read="", write="a")
