@@ -4,6 +4,7 @@ import pytest
 
 from tplayout.admin.namespaces import begin_namespace, choose_namespace, names, open_namespace
 from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, NotFound, Reason
+from tplayout.format.identity import MAX_DOCUMENT_BYTES
 from tplayout.format.keys import namespace_object
 
 SECRET = b"0123456789abcdef"
@@ -41,6 +42,9 @@ def test_damage_is_named(kit, store):
     name = namespace_object(namespace.name)
     store.put(name, store.get(name)[:-5])
     with pytest.raises(FormatError, match=name):
+        open_namespace(store, namespace.name)
+    store.put(name, bytes(MAX_DOCUMENT_BYTES + 1))  # planted: not read whole, and no error of the store
+    with pytest.raises(FormatError, match=f"{name}: too-large"):
         open_namespace(store, namespace.name)
     key = next(namespace.objects())[0].key
     object_name = namespace.object_name(key, 0)

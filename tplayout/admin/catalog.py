@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tplayout.errors import ConfigError, FormatError, NotFound, Reason, StorageError, StorageErrorKind, Unavailable
+from tplayout.cache.namespace import read_document as read_namespace_document
+from tplayout.errors import ConfigError, FormatError, NotFound, Reason, Unavailable
 from tplayout.format.digest import CellHasher, make_hasher
-from tplayout.format.identity import MAX_DOCUMENT_BYTES, NamespaceDocument, parse_namespace_document
+from tplayout.format.identity import NamespaceDocument
 from tplayout.format.keys import namespace_object, parse_object_name
 from tplayout.format.layout import ChunkLayout, chunk_layout
 from tplayout.storage.base import ObjectInfo, Store
@@ -114,8 +115,7 @@ def read_document(store: Store, namespace: Namespace) -> bool:
     """Read namespace.json into `document` or `fault`. False if there is none. Raises StorageError."""
     name = namespace_object(namespace.name)
     try:
-        data = store.get(name, max_bytes=MAX_DOCUMENT_BYTES)
-        namespace.document = parse_namespace_document(data, namespace.name)
+        namespace.document = read_namespace_document(store, namespace.name)
         namespace.layouts()  # a geometry without a layout is a fault too
     except NotFound:
         namespace.info = None  # deleted since it was listed
@@ -123,10 +123,6 @@ def read_document(store: Store, namespace: Namespace) -> bool:
         return False
     except FormatError as error:
         namespace.document, namespace.fault = None, error.at(name)
-    except StorageError as error:
-        if error.kind not in (StorageErrorKind.TOO_LARGE, StorageErrorKind.SHORT_READ):
-            raise
-        namespace.fault = FormatError(Reason.TOO_LARGE, error.detail, name)
     return True
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tplayout.admin.catalog import hasher_of
-from tplayout.cache.namespace import check_document
+from tplayout.cache.namespace import check_document, fetch_document, read_document
 from tplayout.errors import (
     ConfigError,
     FormatError,
@@ -22,13 +22,7 @@ from tplayout.errors import (
 )
 from tplayout.format.chunk import read_chunk_id, verify
 from tplayout.format.digest import CellHasher, make_hasher
-from tplayout.format.identity import (
-    MAX_DOCUMENT_BYTES,
-    Identity,
-    NamespaceDocument,
-    StorageFacts,
-    parse_namespace_document,
-)
+from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
 from tplayout.format.keys import ChunkId, ObjectName, namespace_object, object_name, parse_object_name
 from tplayout.format.layout import ChunkLayout, chunk_layout
 from tplayout.storage.base import ObjectInfo, Store
@@ -128,11 +122,10 @@ def open_namespace(store: Store, name: str, secret: bytes | None = None) -> Open
 
     Raises NotFound; FormatError if namespace.json is damaged; ConfigError if it needs a secret and has another or none.
     """
-    key = namespace_object(name)
     try:
-        document = parse_namespace_document(store.get(key, max_bytes=MAX_DOCUMENT_BYTES), name)
+        document = read_document(store, name)
     except FormatError as error:
-        raise error.at(f"{store.url}: {key}") from None
+        raise error.at(f"{store.url}: {error.where}") from None
     return OpenNamespace(store, document, hasher_of(document, secret), document.identity.digest())
 
 
@@ -185,7 +178,7 @@ def check_same_storage(store: Store, document: NamespaceDocument) -> None:
     """NamespaceMismatch if the namespace is in the store, but with another digest, secret or codec."""
     name = document.identity.namespace
     try:
-        found = store.get(namespace_object(name), max_bytes=MAX_DOCUMENT_BYTES)
+        found = fetch_document(store, name)
     except NotFound:
         return
     check_document(found, document.to_bytes(), name)

@@ -20,21 +20,40 @@ from tplayout.storage.base import Store
 OF_OTHERS = frozenset({Reason.UNSUPPORTED_CODEC, Reason.UNSUPPORTED_DIGEST, Reason.WRONG_SECRET, Reason.WRONG_VERSION})
 
 
+def fetch_document(store: Store, namespace: str) -> bytes:
+    """What namespace.json holds, unchecked. namespace: 32 hex digits.
+
+    Raises NotFound, other StorageErrors; FormatError where the length alone says that it is none.
+    """
+    name = namespace_object(namespace)
+    try:
+        return store.get(name, max_bytes=MAX_DOCUMENT_BYTES)
+    except StorageError as error:
+        if error.kind == StorageErrorKind.TOO_LARGE:
+            raise FormatError(Reason.TOO_LARGE, error.detail, name) from None
+        if error.kind == StorageErrorKind.SHORT_READ:
+            raise FormatError(Reason.TRUNCATED, error.detail, name) from None
+        raise
+
+
+def read_document(store: Store, namespace: str) -> NamespaceDocument:
+    """The document of the namespace of that name, whatever its identity. Raises as `fetch_document`."""
+    data = fetch_document(store, namespace)
+    try:
+        return parse_namespace_document(data, namespace)
+    except FormatError as error:
+        raise error.at(namespace_object(namespace)) from None
+
+
 def read_namespace(store: Store, identity: Identity) -> NamespaceDocument | None:
     """The namespace's document, None if there is none.
 
     Raises StorageError; FormatError for a damaged one; NamespaceMismatch if it is that of another identity.
     """
-    name = namespace_object(identity.namespace)
     try:
-        data = store.get(name, max_bytes=MAX_DOCUMENT_BYTES)
+        return _parse(fetch_document(store, identity.namespace), identity)
     except NotFound:
         return None
-    except StorageError as error:
-        if error.kind == StorageErrorKind.TOO_LARGE:
-            raise FormatError(Reason.TOO_LARGE, error.detail, name) from None
-        raise
-    return _parse(data, identity)
 
 
 def check_namespace(store: Store, identity: Identity, document: bytes) -> StorageFacts | None:
