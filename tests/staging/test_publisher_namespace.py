@@ -121,5 +121,7 @@ def test_a_probe_tells_a_store_that_answers_from_one_that_is_ours(store: Store, 
 def test_a_planted_document_is_not_read_whole(store: Store) -> None:
     store.put(NAME, bytes(MAX_DOCUMENT_BYTES + 1))
     saved = publish(store, document("a"))
-    assert (saved.outcome, saved.kind) == ("error", "too-large")
+    assert (saved.outcome, saved.kind) == ("error", NAMESPACE_DIFFERS)
+    assert "too-large" in saved.detail
+    assert "remove that file" in saved.detail
     assert probe(bench(store, b""), Probe(1)).kind == ""

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tplayout.cache.namespace import OF_OTHERS, check_document
+from tplayout.cache.namespace import OF_OTHERS, check_document, fetch_document
 from tplayout.errors import FormatError, NamespaceMismatch, NotFound, Reason, StorageError, StorageErrorKind
 from tplayout.format.chunk import ChunkLayout, read_chunk_id, verify, write_digests
 from tplayout.format.digest import CellHasher
-from tplayout.format.identity import MAX_DOCUMENT_BYTES
 from tplayout.format.keys import namespace_object, object_name
 from tplayout.staging.protocol import NAMESPACE_DIFFERS, Load, Loaded, Probe, Probed, Save, Saved
 from tplayout.staging.region import Region
@@ -70,16 +69,15 @@ class NamespaceCheck:
 def conflict(bench: Bench) -> str:
     """In which way the store's namespace.json is not ours; "" for none, ours and a damaged one. Raises StorageError."""
     try:
-        found = bench.store.get(namespace_object(bench.namespace_name), max_bytes=MAX_DOCUMENT_BYTES)
+        found = fetch_document(bench.store, bench.namespace_name)
         if bench.document and found != bench.document:
             check_document(found, bench.document, bench.namespace_name)
     except NamespaceMismatch as error:
         return f"{error}; {_WAY_OUT}"
     except FormatError as error:
         return f"{error}; {_WAY_OUT}" if error.reason in OF_OTHERS else ""
-    except StorageError as error:
-        if error.kind not in (StorageErrorKind.NOT_FOUND, StorageErrorKind.TOO_LARGE):
-            raise
+    except NotFound:
+        pass
     return ""
 
 
@@ -200,11 +198,10 @@ class Publisher:
             # Again now and then: the store may have been emptied while we run.
             if self._clock() - self._document_at < _DOCUMENT_S:
                 return
-            name = namespace_object(self._bench.namespace_name)
             try:
-                found = self._bench.store.get(name, max_bytes=MAX_DOCUMENT_BYTES)
+                found = fetch_document(self._bench.store, self._bench.namespace_name)
             except NotFound:
-                self._bench.store.put(name, self._bench.document)
+                self._bench.store.put(namespace_object(self._bench.namespace_name), self._bench.document)
                 found = self._bench.document
             if found != self._bench.document:  # the model may just be called something else there
                 check_document(found, self._bench.document, self._bench.namespace_name)
