@@ -10,6 +10,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent / "tools")]
 
 from e2e_cases import References  # noqa: E402
+from e2e_one_process import OneProcess  # noqa: E402
 from e2e_plain import PlainEngines  # noqa: E402
 from e2e_tp_runs import Run, run  # noqa: E402
 
@@ -38,6 +39,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainEngines]:
     engines = PlainEngines(tmp_path_factory.mktemp("plain") / "plain.log")
     yield engines
     engines.close()
+
+
+@pytest.fixture(scope="session")
+def one_process(logs: Path) -> Iterator[OneProcess]:
+    """A process for engines one after another."""
+    holder = OneProcess(logs / "one-process.log")
+    yield holder
+    holder.close()
 
 
 # Each of the following is one engine in fresh processes. It reads what the earlier ones wrote and writes for the later.

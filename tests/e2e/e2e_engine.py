@@ -21,6 +21,7 @@ from typing import Any
 import vllm_server
 
 DRIVER = Path(__file__).with_name("engine_driver.py")
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # environment: engine, scheduler and worker in the driver
 
 
 class EngineFailed(Exception):
@@ -134,15 +135,40 @@ class Engine:
         """Send a command and wait for its result."""
         return self.wait(self.send(op, **fields), op, timeout)
 
-    def submit(self, tokens: list[int], max_tokens: int = 8, salt: str | None = None, **params: Any) -> Pending:
-        """Start a request (greedy, with five log-probabilities a token, unless `params` say otherwise)."""
+    def restart(self, args: dict[str, Any]) -> "Engine":
+        """Another engine in this driver's process: saves the imports, all of them with ONE_PROCESS."""
+        self.call("restart", self.start_timeout, engine_args=args)
+        self.args = args
+        return self
+
+    def submit(
+        self,
+        tokens: list[int],
+        max_tokens: int = 8,
+        salt: str | None = None,
+        lora: tuple[str, int, str] | None = None,
+        embeds: Path | None = None,
+        audio: Path | None = None,
+        rank: int | None = None,
+        **params: Any,
+    ) -> Pending:
+        """Start a request (greedy, with five log-probabilities a token, unless `params` say otherwise).
+
+        lora: name, id and path of an adapter. embeds: a safetensors file with the prompt's embeddings "embeds", where
+        `tokens` is empty. audio: one with samples "audio", for the prompt's one audio token. rank: the data-parallel
+        engine that runs it.
+        """
         self.names += 1
         name = f"r{self.names}"
         extra = {"cache_salt": salt} if salt else {}
+        files = {kind: str(file) for kind, file in (("embeds", embeds), ("audio", audio)) if file is not None}
+        kind = {"lora": lora, "rank": rank, **files}
         params = {"max_tokens": max_tokens, "min_tokens": max_tokens, "detokenize": True, **params}
         if self.args.get("skip_tokenizer_init"):
             params.update(detokenize=False, min_tokens=0, ignore_eos=True)
-        return Pending(self, name, self.send("generate", request=name, tokens=tokens, params=params, extra=extra))
+        return Pending(
+            self, name, self.send("generate", request=name, tokens=tokens, params=params, extra=extra, **kind)
+        )
 
     def generate(self, tokens: list[int], max_tokens: int = 8, **params: Any) -> Output:
         """Run one request to its end."""
