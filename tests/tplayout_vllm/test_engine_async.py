@@ -10,6 +10,8 @@ import pytest
 from sim_engine import SimEngine
 from sim_store import Sim
 
+ASYNC = "Asynchronous scheduling (vLLM's own Scheduler, without an engine: the CPU platform has none)"
+
 
 def preemptions(engine: SimEngine) -> int:
     return sum(request.num_preemptions for request in engine.requests.values())
@@ -31,6 +33,7 @@ def test_pushed_out_requests_come_back_from_the_store(sim: Sim, asynchronous: bo
     sim.check_store()
 
 
+@pytest.mark.row(ASYNC, "two steps in flight, preemption between them")
 @pytest.mark.parametrize("delayed", [False, True])
 def test_pushed_out_with_two_steps_in_flight(sim: Sim, delayed: bool) -> None:
     """Requests that lose their blocks while results and copies are under way.
@@ -66,6 +69,7 @@ def test_rejected_drafts_are_never_stored(sim: Sim, asynchronous: bool, accept: 
     assert reader.loaded(reader.run(texts[0], 120, 2)) >= 112
 
 
+@pytest.mark.row(ASYNC, "placeholder tokens: a chunk is stored once its last token is known")
 def test_a_generated_chunk_is_stored_when_its_last_token_is_known(sim: Sim) -> None:
     engine = sim.engine(asynchronous=True)
     text = sim.text(30)

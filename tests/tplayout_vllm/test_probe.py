@@ -7,6 +7,7 @@ import torch
 
 from tplayout_vllm.probe import LayoutUnknown, PageLayout, discover, layout_from_positions
 
+PAGES = "Page layouts"
 TOKENS, HEADS, DIM = 32, 3, 64
 SHAPE = (TOKENS, HEADS, DIM)
 SIZE = TOKENS * HEADS * DIM
@@ -44,6 +45,7 @@ def run(order: str, dtype: torch.dtype) -> tuple[PageLayout, tuple[torch.Tensor,
     return discover(write, scratch, stride, [SHAPE, SHAPE]), (k, v)
 
 
+@pytest.mark.row(PAGES, "made-up pages: NHD, HND, K and V packed, K column-major")
 @pytest.mark.parametrize("order", ["NHD", "HND", "packed", "K column-major"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_strided_layouts_are_found_as_strides(order: str, dtype: torch.dtype) -> None:
@@ -57,6 +59,7 @@ def test_strided_layouts_are_found_as_strides(order: str, dtype: torch.dtype) ->
         assert torch.equal(found, where)
 
 
+@pytest.mark.row(PAGES, "any other order: by an index table")
 def test_scrambled_pages_are_found_as_a_table() -> None:
     layout, (k, v) = run("scrambled", torch.bfloat16)
     for part, where in zip(layout.parts, (k, v), strict=True):

@@ -1,0 +1,106 @@
+"""vLLM's own CPU op and every packing that it knows: KV that it wrote in one is what it would have written in another.
+
+The op runs for any ISA that this build has, also for one that the engine would not choose on this processor (AMX).
+"""
+
+from itertools import permutations
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+from tplayout_vllm.pages import Canonical, LayerPages, gather, group_runs, scatter
+from tplayout_vllm.probe import discover_layer
+
+HEADS, DIM, TOKENS, LAYERS = 2, 64, 192, 2
+PACKINGS = [("vec", 32), ("vec", 64), ("vec16", 16), ("amx", 32), ("amx", 96)]
+PAIRS = [pair for pair in permutations(PACKINGS, 2) if pair[0][0] != pair[1][0] or pair[0][0] != "vec16"]
+
+
+class Engine:
+    """A rank's layers as vLLM's CPU backend has them: memory, op, and what we find out about it."""
+
+    def __init__(self, isa: str, block: int, kv_dtype: str = "auto", scales: tuple[float, float] = (1.0, 1.0)) -> None:
+        impl = object.__new__(CPUAttentionBackendImpl)
+        impl.attn_type, impl.kv_cache_dtype = AttentionType.DECODER, kv_dtype
+        dtype = torch.bfloat16 if kv_dtype == "auto" else torch.uint8
+        blocks = TOKENS // block + 3
+        self.table = [blocks - 1 - n for n in range(TOKENS // block)]  # in another order than in memory
+        self.block = block
+        self.layers = [
+            SimpleNamespace(
+                kv_cache=torch.zeros((blocks, HEADS, block, 2 * DIM), dtype=dtype),
+                impl=impl,
+                isa=isa,
+                num_kv_heads=HEADS,
+                head_size=DIM,
+                _k_scale_float=scales[0],
+                _v_scale_float=scales[1],
+            )
+            for _ in range(LAYERS)
+        ]
+        layout = discover_layer(self.layers[0], torch.bfloat16)
+        found = [LayerPages(f"l{n}", 0, 0, n, layer.kv_cache, layout, 1) for n, layer in enumerate(self.layers)]
+        self.runs = group_runs(found)
+
+    def compute(self, kv: torch.Tensor) -> None:
+        """Let vLLM's op write kv [layers, K and V, tokens, heads, dim]."""
+        slots = torch.tensor([self.table[t // self.block] * self.block + t % self.block for t in range(TOKENS)])
+        for layer, (k, v) in zip(self.layers, kv, strict=True):
+            layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
+
+    def move(self, verb: object, block: torch.Tensor) -> None:
+        """gather into, or scatter from, canonical bits [heads, layers, K and V, tokens, dim]."""
+        for run in self.runs:
+            cells = Canonical(block, (DIM, DIM)).narrow(run.positions, 0, TOKENS)
+            verb(run, self.table, 0, TOKENS, cells)  # type: ignore[operator]
+
+
+def text_kv() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn((LAYERS, 2, TOKENS, HEADS, DIM), generator=generator).bfloat16()
+
+
+@pytest.mark.row("Page layouts", "vLLM's CPU packings vec, vec16 and amx, each into each other")
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda packing: f"{packing[0]}-{packing[1]}")
+def test_any_packing_to_any_other(source: tuple[str, int], target: tuple[str, int]) -> None:
+    kv, bits = text_kv(), torch.zeros((HEADS, LAYERS, 2, TOKENS, DIM), dtype=torch.int16)
+    wrote, reads, wanted = Engine(*source), Engine(*target), Engine(*target)
+    wrote.compute(kv)
+    wrote.move(gather, bits)
+    assert torch.equal(bits.view(torch.bfloat16), kv.permute(3, 0, 1, 2, 4))
+    reads.move(scatter, bits)
+    wanted.compute(kv)
+    for got, own in zip(reads.layers, wanted.layers, strict=True):
+        assert torch.equal(got.kv_cache.view(torch.int16), own.kv_cache.view(torch.int16))
+
+
+def test_the_packings_differ() -> None:
+    """Else the test above would compare copies."""
+    first = []
+    for isa in ("vec", "amx"):
+        engine = Engine(isa, 32)
+        engine.compute(text_kv())
+        first.append(engine.layers[0].kv_cache.view(torch.int16))
+    assert not torch.equal(*first)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype", "error"),
+    [("fp8_e4m3", torch.float8_e4m3fn, 1 / 8), ("fp8_e5m2", torch.float8_e5m2, 1 / 4)],  # this op cuts, a bit is lost
+)
+def test_fp8_pages_with_scales(kv_dtype: str, dtype: torch.dtype, error: float) -> None:
+    """What is stored is what the op has made of K and V, divided by their scales, bit for bit."""
+    scales = (0.5, 0.125)
+    kv, bits = text_kv(), torch.zeros((HEADS, LAYERS, 2, TOKENS, DIM), dtype=torch.uint8)
+    wrote, reads = Engine("vec", 32, kv_dtype, scales), Engine("vec", 96, kv_dtype, scales)
+    wrote.compute(kv)
+    wrote.move(gather, bits)
+    stored = bits.view(dtype).float() * torch.tensor(scales).view(2, 1, 1)
+    assert torch.allclose(stored, kv.permute(3, 0, 1, 2, 4).float(), rtol=error, atol=0.01)
+    reads.move(scatter, bits)
+    again = torch.zeros_like(bits)
+    reads.move(gather, again)
+    assert torch.equal(again, bits)
