@@ -35,7 +35,30 @@ START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 5.0
 
 
-class S3Server:
+class S3Account:
+    """Where a server on loopback is, and the keys of its only user: random ones unless given."""
+
+    def __init__(self, bucket: str, port: int = 0, key: str | None = None, secret: str | None = None) -> None:
+        self.bucket = bucket
+        self.port = port or free_port()
+        self.key = key or "key" + secrets.token_hex(8)
+        self.secret = secret or secrets.token_hex(20)
+
+    @property
+    def url(self) -> str:
+        """The store's URL: the bucket and a prefix, so that a prefix is always exercised."""
+        return f"s3://{self.bucket}/kv"
+
+    @property
+    def endpoint_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def storage_options(self) -> dict[str, object]:
+        return {"endpoint_url": self.endpoint_url, "key": self.key, "secret": self.secret}
+
+
+class S3Server(S3Account):
     """One rclone process that serves `directory` as S3; every directory in it is a bucket.
 
     directory: kept on stop when given; a temporary one is removed. port: a free one by default.
@@ -50,28 +73,12 @@ class S3Server:
         key: str | None = None,
         secret: str | None = None,
     ) -> None:
-        self.bucket = bucket
-        self.key = key or "key" + secrets.token_hex(8)
-        self.secret = secret or secrets.token_hex(20)
+        super().__init__(bucket, port, key, secret)
         self._owns_directory = directory is None
         self.directory = Path(tempfile.mkdtemp(prefix="tplayout-s3-") if directory is None else directory).resolve()
-        self.port = port or free_port()
         self._cache = Path(tempfile.mkdtemp(prefix="tplayout-s3-cache-"))
         self._log = self._cache / "rclone.log"
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        """The store's URL: the bucket and a prefix, so that a prefix is always exercised."""
-        return f"s3://{self.bucket}/kv"
-
-    @property
-    def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def storage_options(self) -> dict[str, object]:
-        return {"endpoint_url": self.endpoint_url, "key": self.key, "secret": self.secret}
 
     @property
     def pid(self) -> int | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.support.filled_store import fill, identity, layout_of_group, name_of
+from tests.support.filled_store import cache_with_a_gap, layout_of_group
 from tplayout.cache import Cache
 from tplayout.cli.main import main
 
@@ -17,11 +17,7 @@ def run(*arguments: str) -> Result:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Cache:
-    cache = Cache.open(tmp_path / "store", identity(), model="my \x1b[31mmodel")
-    fill(cache, range(20))
-    chunks = fill(cache, [*range(8), *range(50, 62)])
-    cache.store.delete([name_of(cache, chunks[3])])
-    return cache
+    return cache_with_a_gap(tmp_path / "store")
 
 
 def test_du_by_namespace_age_and_prefix(cache):

@@ -6,38 +6,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tplayout.admin.convert import target_namespace
-from tplayout.admin.transfer import store_prefix
+from tests.support.sample_stores import TOKENS, run, store_prompts
 from tplayout.cli.main import main
-from tplayout.format.geometry import Geometry, Group, Part
-from tplayout.format.identity import Identity
-from tplayout.format.keys import chain
-from tplayout.storage.url import open_store
-
-GROUP = Group("full", "full", (0, 1), 4, (Part("k", 8), Part("v", 8)), "F16")
-IDENTITY = Identity("files:01", {}, "float16", None, Geometry(4, (GROUP,)))
-TOKENS = list(range(16))
-
-
-class Ones:
-    def fill(self, group, tokens, out):
-        out[...] = 1
-        return True
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    with open_store(tmp_path / "store") as opened:
-        target = target_namespace(opened, IDENTITY, None, "m")
-        store_prefix(Ones(), chain(target.digest, TOKENS, 4), target)
-        store_prefix(Ones(), chain(target.digest, [9] * 8, 4), target)
+    store_prompts(tmp_path / "store", TOKENS, [9] * 8)
     return tmp_path / "store"
-
-
-def run(verb: str, *arguments: object, code: int = 0) -> dict:
-    result = CliRunner().invoke(main, [verb, *map(str, arguments), "--json"])
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
 
 
 def test_one_prompt(store, tmp_path):

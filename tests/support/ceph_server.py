@@ -7,7 +7,6 @@ about 6 s. Authentication between its daemons is off, which is why it only liste
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import subprocess
 import tempfile
@@ -15,7 +14,7 @@ import time
 import uuid
 from pathlib import Path
 
-from s3_server import answers, die_with_parent, free_port
+from s3_server import S3Account, answers, die_with_parent, free_port
 
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 START_TIMEOUT_S = 90.0
@@ -68,29 +67,14 @@ def missing_programs() -> list[str]:
     return [program for program in PROGRAMS if shutil.which(program) is None]
 
 
-class CephServer:
+class CephServer(S3Account):
     """One gateway with one bucket, for as long as the context lasts."""
 
     def __init__(self, bucket: str = "tplayout") -> None:
-        self.bucket = bucket
-        self.key = "key" + secrets.token_hex(8)
-        self.secret = secrets.token_hex(20)
-        self.port = free_port()
+        super().__init__(bucket)
         self._root = Path(tempfile.mkdtemp(prefix="tplayout-ceph-"))
         self._env = {**os.environ, "CEPH_CONF": str(self._root / "ceph.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
-
-    @property
-    def url(self) -> str:
-        return f"s3://{self.bucket}/kv"
-
-    @property
-    def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def storage_options(self) -> dict[str, object]:
-        return {"endpoint_url": self.endpoint_url, "key": self.key, "secret": self.secret}
 
     def __enter__(self) -> CephServer:
         try:

@@ -41,6 +41,15 @@ def fill(cache: Cache, tokens: Sequence[int], extras: Any = (), groups: Sequence
     return chunks
 
 
+def cache_with_a_gap(path: Path) -> Cache:
+    """Two prompts that share two chunks; of the second the last but one is gone. The name of the model is hostile."""
+    cache = Cache.open(path, identity(), model="my \x1b[31mmodel")
+    fill(cache, range(20))
+    chunks = fill(cache, [*range(8), *range(50, 62)])
+    cache.store.delete([name_of(cache, chunks[3])])
+    return cache
+
+
 def put(cache: Cache, chunk: ChunkId, groups: Sequence[int] | None = None) -> None:
     """Put one chunk. groups: indices, None for all."""
     random = np.random.default_rng(list(chunk.key))
