@@ -18,7 +18,7 @@ from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.identity import Identity, namespace_document
 from tplayout.model import describe_weights, model_config, read_config, weight_quantization
 from tplayout.staging.plan import StagingPlan
-from tplayout.staging.region import RegionPlan
+from tplayout.staging.region import RegionError, RegionPlan
 from tplayout.staging.stager import Stager
 from tplayout.storage.redact import redact
 from tplayout.storage.url import absolute_url, open_store
@@ -93,7 +93,13 @@ def open_scheduler_side(
     )
     slot_bytes = RegionPlan(1, tuple(layout.nbytes for layout in plan.layouts), writers).slot_bytes
     slots = staging_slots(options.staging_bytes, slot_bytes, parallel.data_parallel_size_local)
-    stager = Stager(replace(plan, slots=slots))
+    try:
+        stager = Stager(replace(plan, slots=slots))
+    except RegionError as error:
+        raise ConfigError(
+            f"{error}; lower 'staging_bytes' in kv_connector_extra_config, or raise what limits this process "
+            "(ulimit -f, ulimit -v, ulimit -n)"
+        ) from None
     transfer = vllm_config.kv_transfer_config
     staging = StagingRef(
         region=stager.region_ref,

@@ -58,9 +58,30 @@ def test_success_closes_it_and_the_next_time_it_starts_anew(opened, clock):
     assert opened.trial()
     opened.succeeded()
     assert opened.state == "ok"
+    clock.now = 61.0
     for _ in range(3):
         opened.failed("full", "")
     assert opened.state == "suspended (full), next try in 1 s"
+
+
+def test_a_store_that_comes_and_goes_is_left_alone_for_ever_longer(opened, clock):
+    """As one that answers the probe, but none of the objects: it must not be a log line a second."""
+    pauses = []
+    for _ in range(7):
+        asked = clock.now
+        while not opened.trial():
+            clock.now += 0.5
+        pauses.append(clock.now - asked)
+        opened.succeeded()
+        for _ in range(3):
+            opened.failed("forbidden", "")
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_the_kind_is_said_once(clock, caplog):
+    for detail in ("full: no space", "no space"):
+        Breaker("saves", clock).failed("full", detail, lasting=True)
+    assert [record.getMessage().count("full") for record in caplog.records] == [1, 1]
 
 
 def test_a_trial_without_an_answer_is_repeated(opened, clock):

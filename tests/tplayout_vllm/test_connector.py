@@ -1,6 +1,7 @@
 """The connector as vLLM sees it: which answers never change, what is refused early, and that nothing is left behind."""
 
 import logging
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,17 @@ def test_the_start_line_says_where_chunks_are_kept(
     text = sim.text(9)
     engine.run(text, 200, 1)
     assert all(sim.stored(text, 192))
+
+
+def test_memory_that_cannot_be_had_is_refused_with_the_way_out(sim: Sim) -> None:
+    """A limit on the size of files holds for a memory file too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"staging region of \d+ bytes.*lower 'staging_bytes'.*ulimit -f"):
+            sim.engine()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_an_idle_engine_publishes_what_it_saved(sim: Sim) -> None:

@@ -11,6 +11,7 @@ log = logging.getLogger("tplayout")
 _FAILURES = 3
 _FIRST_S = 1.0
 _LONGEST_S = 30.0
+_CALM_S = 60.0  # a store that fails again sooner is left alone for longer than the last time
 
 
 class Breaker:
@@ -25,6 +26,8 @@ class Breaker:
         self._retry_at = 0.0
         self._trying = False
         self._lasting = False
+        self._last_pause = 0.0
+        self._closed_at = 0.0
         self.kind = ""
 
     @property
@@ -53,6 +56,7 @@ class Breaker:
             return  # an answer to older work
         self._in_a_row = 0
         if not self.closed:
+            self._last_pause, self._closed_at = self._pause, self._clock()
             self._pause, self._trying, self._lasting, self.kind = 0.0, False, False, ""
             log.warning("tplayout: the store works again, %s are resumed", self._name)
 
@@ -63,11 +67,12 @@ class Breaker:
             return
         if self.closed or (lasting and not self._lasting):
             log.warning(
-                "tplayout: %s are suspended after %d failure(s) in a row, the last: %s: %s; serving goes on"
-                " without them, the store is tried again from time to time",
-                *(self._name, self._in_a_row, kind, detail),
+                "tplayout: %s are suspended after %d failure(s) in a row, the last: %s; serving goes on without them,"
+                " the store is tried again from time to time",
+                *(self._name, self._in_a_row, detail if detail.startswith(kind) else f"{kind}: {detail}"),
             )
-            self._open(_FIRST_S, kind)
+            again = self._last_pause and self._clock() - self._closed_at < _CALM_S
+            self._open(min(self._last_pause * 2, _LONGEST_S) if again else _FIRST_S, kind)
             self._lasting = lasting
         elif self._trying:
             self._open(min(self._pause * 2, _LONGEST_S), kind)
