@@ -6,11 +6,14 @@ The op runs for any ISA that this build has, also for one that the engine would 
 from itertools import permutations
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
+from tplayout.admin.pages import split_page
+from tplayout.format.geometry import Group, Part
 from tplayout_vllm.pages import Canonical, LayerPages, gather, group_runs, scatter
 from tplayout_vllm.probe import discover_layer
 
@@ -104,3 +107,18 @@ def test_fp8_pages_with_scales(kv_dtype: str, dtype: torch.dtype, error: float) 
     again = torch.zeros_like(bits)
     reads.move(gather, again)
     assert torch.equal(again, bits)
+
+
+def test_the_tools_read_pages_as_vllm_wrote_them() -> None:
+    """`tplayout convert` knows the page order "cpu" without vLLM: it is that of the op."""
+    kv, block = text_kv(), 32
+    wrote = Engine("vec", block)
+    wrote.compute(kv)
+    group = Group("full", "full", tuple(range(LAYERS)), HEADS, (Part("k", DIM), Part("v", DIM)), "BF16")
+    bits = kv.view(torch.int16).permute(0, 1, 3, 2, 4).numpy().view(np.uint16)  # [layers, K and V, heads, tokens, dim]
+    for layer, own in enumerate(wrote.layers):
+        for number, place in enumerate(wrote.table):
+            page = own.kv_cache[place].view(torch.uint8).numpy().tobytes()
+            inside = slice(number * block, (number + 1) * block)
+            for found, part in zip(split_page(page, group, "cpu", HEADS, block), bits[layer], strict=True):
+                assert np.array_equal(found, part[:, inside])
