@@ -11,6 +11,7 @@ VLLM_OLD ?= 0.31.0
 PY := $(VENV)/bin/python
 URL ?=
 PYTEST_ARGS ?=
+FUZZ_BYTES ?= 1e7
 comma := ,
 
 # The demo's and the tests' servers are on this machine: a proxy that is set for the index must not get in between.
@@ -18,7 +19,7 @@ export no_proxy := 127.0.0.1,localhost$(if $(no_proxy),$(comma)$(no_proxy))
 export NO_PROXY := $(no_proxy)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-old setup-ceph demo demo-s3 test test-all lint fmt bench clean distclean
+.PHONY: help setup setup-old setup-ceph demo demo-s3 test test-all lint fmt bench fuzz clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -56,6 +57,9 @@ test-all: lint setup-old setup-ceph ## every test, then the vLLM ones again on v
 
 bench: setup ## measure the store and the reload against what the machine can do
 	@$(PY) tools/bench.py
+
+fuzz: setup ## feed mutated files to everything that reads files of others [FUZZ_BYTES=1e9]
+	@$(PY) tools/fuzz.py --bytes $(FUZZ_BYTES)
 
 clean: ## remove what tests and tools left here, but not the environments
 	rm -rf .demo .bench build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
