@@ -109,6 +109,9 @@ def test_canonical_json_is_json_and_a_fixed_point(value: object) -> None:
         (b"", Reason.NOT_JSON),
         (b"\xef\xbb\xbf{}", Reason.NOT_JSON),
         (b'{"a":"\xff"}', Reason.NOT_UTF8),
+        (rb'{"a":["x\ud800"]}', Reason.NOT_UTF8),
+        (rb'{"\uDFFF":1}', Reason.NOT_UTF8),
+        (rb'["\udc00\ud800"]', Reason.NOT_UTF8),
         (b"[" * (MAX_DEPTH + 1), Reason.TOO_DEEP),
         (b'{"a":' * 20000, Reason.TOO_DEEP),
         (b"[" * 200, Reason.TOO_LARGE),
@@ -120,6 +123,10 @@ def test_strict_parser_names_the_defect(data: bytes, reason: Reason) -> None:
     with pytest.raises(FormatError) as caught:
         parse_json(data, cap)
     assert caught.value.reason is reason
+
+
+def test_a_whole_surrogate_pair_is_a_character() -> None:
+    assert parse_json(rb'"\ud83d\ude00 \\ud800"', 100) == "\U0001f600 \\ud800"
 
 
 def test_brackets_in_text_are_not_depth() -> None:

@@ -17,6 +17,7 @@ MAX_DEPTH = 16
 MAX_EXACT = 2**53  # up to here every integer is a double
 # Matches an unfinished text too and never backtracks: hostile input costs linear time.
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{\]}]', re.DOTALL)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _escape = json.encoder.encode_basestring
 
 
@@ -85,8 +86,8 @@ def format_number(value: int | float) -> str:
 def parse_json(data: bytes | memoryview, max_bytes: int) -> Any:
     """Parse UTF-8 JSON strictly; the size cap is checked before anything is decoded.
 
-    Raises FormatError: too-large, not-utf8, too-deep, duplicate-name, not-json (NaN, infinities and numbers
-    out of the range of a double included).
+    Raises FormatError: too-large, not-utf8 (escaped halves of surrogate pairs included), too-deep, duplicate-name,
+    not-json (NaN, infinities and numbers out of the range of a double included).
     """
     if len(data) > max_bytes:
         raise FormatError(Reason.TOO_LARGE, f"{len(data)} bytes of JSON, at most {max_bytes}")
@@ -96,9 +97,19 @@ def parse_json(data: bytes | memoryview, max_bytes: int) -> Any:
         raise FormatError(Reason.NOT_UTF8, f"at byte {error.start}") from None
     _check_depth(text)
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_int, parse_float=_float)
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_int, parse_float=_float)
     except ValueError as error:
         raise FormatError(Reason.NOT_JSON, str(error)) from None
+    if _SURROGATE.search(text):  # of a whole pair, most likely
+        _check_text(value)
+    return value
+
+
+def _check_text(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise FormatError(Reason.NOT_UTF8, "an escape that is half a surrogate pair") from None
 
 
 def _check_depth(text: str) -> None:
