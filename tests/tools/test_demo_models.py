@@ -57,6 +57,22 @@ def test_output_of_every_model_depends_on_the_first_tokens(name):
     assert demo_models.depends_on_prefix(demo_models.ensure(name))
 
 
+def test_the_encoder_decoder_comes_with_a_processor():
+    import transformers
+
+    path = demo_models.ensure(demo_models.ENCODER_DECODER)
+    assert transformers.AutoConfig.from_pretrained(path).is_encoder_decoder
+    tokenizer = transformers.AutoProcessor.from_pretrained(path).tokenizer
+    assert tokenizer.decode(tokenizer.encode("any text"), skip_special_tokens=True) == "any text"
+
+
+def test_layers_that_share_have_fewer_caches():
+    """Of six layers the last three share: vLLM registers KV of three."""
+    config = json.loads((demo_models.ensure("gemma3n") / "config.json").read_text())
+    assert config["num_hidden_layers"] - config["num_kv_shared_layers"] == 3
+    assert config["layer_types"][:3] == ["sliding_attention", "sliding_attention", "full_attention"]
+
+
 def test_a_window_that_does_not_reach_the_change_is_noticed():
     """4 layers see 4 x 127 tokens back: the self check must be able to say no."""
     path = demo_models.ensure("mistral")
