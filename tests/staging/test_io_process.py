@@ -264,7 +264,7 @@ def test_a_process_that_sends_garbage_is_killed_and_its_jobs_are_misses(world, c
         stager.close()
 
 
-def test_processes_that_do_not_start_are_not_restarted_for_ever(world):
+def test_processes_that_do_not_start_are_not_restarted_for_ever(world, caplog):
     from tplayout.staging.stager import Stager
 
     stager = Stager(world.plan(), command=["/bin/false"])
@@ -279,6 +279,9 @@ def test_processes_that_do_not_start_are_not_restarted_for_ever(world):
         stager.start_lookup("r", world.chunks(1))
         assert stager.lookup("r").reason == "io-down"
         assert stager.snapshot()["slots"]["free"] == 8
+        assert [record.getMessage() for record in caplog.records] == [
+            "tplayout: an I/O process is gone or hangs: starting another one"
+        ]
     finally:
         stager.close()
 

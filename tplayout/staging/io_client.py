@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tplayout
+from tplayout.staging.log_limit import LogLimit
 from tplayout.staging.protocol import (
     Cancel,
     Config,
@@ -184,6 +185,7 @@ class IoPool:
         self._channels: list[IoChannel] = []
         self._selector = selectors.DefaultSelector()
         self._starts: deque[float] = deque()
+        self._limit = LogLimit(clock)
         self.restarts = 0
         for _ in range(count):
             self._start()
@@ -237,9 +239,9 @@ class IoPool:
         events: list[Event | Lost] = []
         for event in received:
             if isinstance(event, Note):
-                log.log(_LEVELS.get(event.level, logging.INFO), "tplayout: %s", event.text)
+                self._say(_LEVELS.get(event.level, logging.INFO), "I/O process", event.text)
             elif isinstance(event, Stuck):
-                log.warning("tplayout: an I/O process is replaced: %s", event.detail)
+                self._say(logging.WARNING, "an I/O process is replaced", event.detail)
                 channel.accepts = False
             elif isinstance(event, Loaded | Saved | Probed):
                 channel.jobs.discard(event.job)
@@ -254,8 +256,14 @@ class IoPool:
     def _replace(self) -> None:
         while self.accepting < self._count and self._may_start():
             self.restarts += 1
-            log.warning("tplayout: an I/O process is gone or hangs; starting another one")
+            self._say(logging.WARNING, "an I/O process is gone or hangs", "starting another one")
             self._start()
+
+    def _say(self, level: int, what: str, detail: object) -> None:
+        """One line a minute for each `what`: a process that cannot run is started again and again."""
+        more = self._limit.allow(what)
+        if more is not None:
+            log.log(level, "tplayout: %s: %s%s", what, detail, more)
 
     def _may_start(self) -> bool:
         while self._starts and self._starts[0] < self._clock() - _RESTART_WINDOW_S:
@@ -267,7 +275,7 @@ class IoPool:
         try:
             channel = IoChannel(self._command, self._config, self._region)
         except OSError as error:
-            log.error("tplayout: an I/O process cannot be started: %s", error)
+            self._say(logging.ERROR, "an I/O process cannot be started", error)
             return
         self._channels.append(channel)
         self._selector.register(channel, selectors.EVENT_READ, channel)
