@@ -27,7 +27,7 @@ from tplayout_vllm.metadata import StagingRef, WorkerReport, this_machine
 from tplayout_vllm.options import Options
 from tplayout_vllm.placement import Placement, Rank, place
 from tplayout_vllm.scheduler import SchedulerSide
-from tplayout_vllm.sizing import io_processes, staging_slots
+from tplayout_vllm.sizing import Engines, io_processes, staging_slots
 
 logger = logging.getLogger("vllm.tplayout")
 
@@ -92,7 +92,7 @@ def open_scheduler_side(
         load_deadline_s=options.load_deadline,
     )
     slot_bytes = RegionPlan(1, tuple(layout.nbytes for layout in plan.layouts), writers).slot_bytes
-    slots = staging_slots(options.staging_bytes, slot_bytes, parallel.data_parallel_size_local)
+    slots = staging_slots(options.staging_bytes, slot_bytes, Engines.of(parallel))
     try:
         stager = Stager(replace(plan, slots=slots))
     except RegionError as error:
