@@ -69,13 +69,27 @@ def test_a_store_that_was_emptied_gets_its_document_again(store: Store) -> None:
     now = [0.0]
     publisher = Publisher(bench(store, document("a")), clock=lambda: now[0])
     publisher.publish(NOTHING)
+    now[0] = 5.0
+    publisher.publish(NOTHING)
     store.delete([NAME])
-    now[0] = 59.0
+    now[0] = 64.0
     publisher.publish(NOTHING)
     assert store.exists([NAME]) == [False]
-    now[0] = 60.0
+    now[0] = 65.0
     publisher.publish(NOTHING)
     assert store.get(NAME) == document("a")
+
+
+def test_two_servers_that_begin_a_namespace_at_once_find_out_soon(store: Store) -> None:
+    """With different digests: the last one to write its document wins, the other leaves the store alone."""
+    now = [0.0]
+    ours, theirs = document("a"), document("a", digest="blake3")
+    publisher = Publisher(bench(store, ours), clock=lambda: now[0])
+    assert publisher.publish(NOTHING).outcome == "saved"
+    store.put(NAME, theirs)  # it had looked before ours was there
+    now[0] = 5.0
+    assert publisher.publish(NOTHING).kind == NAMESPACE_DIFFERS
+    assert store.get(NAME) == theirs
 
 
 def test_a_document_that_is_replaced_while_we_run_is_noticed(store: Store) -> None:

@@ -22,6 +22,7 @@ from tplayout.storage.base import Store
 
 _TOUCH_S = 1.0
 _DOCUMENT_S = 60.0  # between looks at namespace.json
+_WRITTEN_S = 5.0  # the same, once we have written it
 _WAY_OUT = "restart this server, which takes over how the namespace is kept, or says what to change"
 _REMOVE = "remove that file, it is written anew then"
 
@@ -202,7 +203,9 @@ class Publisher:
                 found = fetch_document(self._bench.store, self._bench.namespace_name)
             except NotFound:
                 self._bench.store.put(namespace_object(self._bench.namespace_name), self._bench.document)
-                found = self._bench.document
+                # Another server may be writing its own at this moment, and the last one counts: look again soon.
+                self._document_at = self._clock() - _DOCUMENT_S + _WRITTEN_S
+                return
             if found != self._bench.document:  # the model may just be called something else there
                 check_document(found, self._bench.document, self._bench.namespace_name)
             self._document_at = self._clock()
