@@ -39,6 +39,17 @@ def with_kv_scales(directory: Path, scales: list[tuple[float, float]], dtype: st
     return directory
 
 
+def near_copy(directory: Path, strength: float) -> Path:
+    """The tiny Llama with noise on its weights: a draft that the tiny Llama often agrees with."""
+    shutil.copytree(demo_models.ensure("llama"), directory)
+    weights = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(7)
+    for weight in weights.values():
+        weight += strength * weight.std() * torch.randn(weight.shape, generator=generator) if weight.dim() > 1 else 0
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
 def lora_adapter(directory: Path, seed: int, rank: int = 8) -> Path:
     """An adapter of the tiny Llama's K and V projections, so that it changes the KV of every token."""
     config = json.loads((demo_models.ensure("llama") / "config.json").read_text())
@@ -93,6 +104,10 @@ def audio_model(directory: Path) -> Path:
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 1.0 if "embed" in name else 1.7 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(directory)
+    # Under the names that published checkpoints have, and vLLM knows.
+    weights = load_file(directory / "model.safetensors")
+    named = {name.replace("language_model.model.model.", "language_model.model."): w for name, w in weights.items()}
+    save_file(named, directory / "model.safetensors", {"format": "pt"})
     extractor = transformers.WhisperFeatureExtractor(
         feature_size=_MELS, sampling_rate=_RATE, chunk_length=_SECONDS, return_attention_mask=True
     )

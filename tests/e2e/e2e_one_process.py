@@ -26,6 +26,8 @@ class OneProcess:
 
     def fresh(self, args: dict[str, Any]) -> Engine:
         """A new engine of these arguments in any case."""
+        if self._engine is not None and self._engine.args.get("speculative_config", {}).get("method") == "ngram":
+            self.close()  # it has loaded numba, which vLLM's next start in the same process stumbles over
         if self._engine is None:
             self._engine = Engine(args, self._log, ONE_PROCESS).start()
             return self._engine

@@ -1,0 +1,124 @@
+"""LoRA adapters are told apart by what they are, not by name, number or path."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from e2e_cases import CHUNK, assert_same, engine_args, noise, offload
+from e2e_checkpoints import lora_adapter
+from e2e_engine import Engine, Output, engine
+from e2e_one_process import OneProcess, forget, supplied, wait_until_objects
+from e2e_store import verified
+
+FULL = 2 * CHUNK
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+Adapter = tuple[str, int, str]  # vLLM's name, number and path
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two adapters, and a copy of the first one."""
+    directory = tmp_path_factory.mktemp("adapters")
+    lora_adapter(directory / "a", 1)
+    lora_adapter(directory / "b", 2)
+    shutil.copytree(directory / "a", directory / "copy-of-a")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def adapters(directory: Path) -> dict[str, Adapter | None]:
+    """What the prompt is asked of, one after another."""
+    return {"base": None, "a": ("one", 1, str(directory / "a")), "b": ("two", 2, str(directory / "b"))}
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return noise(FULL + 40, 1)
+
+
+@pytest.fixture(scope="module")
+def wanted(one_process: OneProcess, adapters: dict[str, Adapter | None], prompt: list[int]) -> dict[str, Output]:
+    """The answers of an engine without the connector, which differ."""
+    plain = one_process.plain(**LORA)
+    answers = {name: plain.generate(prompt, lora=lora) for name, lora in adapters.items()}
+    assert len({tuple(answer.tokens) for answer in answers.values()}) == len(answers)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def writer(
+    one_process: OneProcess,
+    root: Path,
+    adapters: dict[str, Adapter | None],
+    prompt: list[int],
+    wanted: dict[str, Output],
+) -> Engine:
+    """An engine that has stored the prompt under the base model and under each adapter: nothing was shared."""
+    running = one_process.offloading(root, **LORA)
+    for number, (name, lora) in enumerate(adapters.items(), 1):
+        forget(running)
+        answer, count = supplied(running, prompt, lora=lora)
+        assert count == 0, f"{name} read what was stored before it"
+        assert_same(answer, wanted[name])
+        wait_until_objects(root, number * FULL // CHUNK)
+    return running
+
+
+@pytest.mark.row("LoRA", "the base model and two adapters: kept apart, each finds its own")
+def test_each_finds_its_own(
+    writer: Engine, root: Path, adapters: dict[str, Adapter | None], prompt: list[int], wanted: dict[str, Output]
+) -> None:
+    for name, lora in adapters.items():
+        forget(writer)
+        answer, count = supplied(writer, prompt, lora=lora)
+        assert count == FULL
+        assert_same(answer, wanted[name])
+    assert len(verified(root)) == 3 * FULL // CHUNK
+
+
+@pytest.mark.row("LoRA", "the same adapter under another name, number and path: shared")
+def test_a_copy_under_another_name(
+    writer: Engine, directory: Path, prompt: list[int], wanted: dict[str, Output]
+) -> None:
+    forget(writer)
+    answer, count = supplied(writer, prompt, lora=("other-name", 7, str(directory / "copy-of-a")))
+    assert count == FULL
+    assert_same(answer, wanted["a"])
+
+
+@pytest.mark.row("LoRA", "another adapter under the same name: kept apart")
+def test_another_adapter_of_the_same_name(writer: Engine, root: Path, tmp_path: Path, prompt: list[int]) -> None:
+    other = ("one", 9, str(lora_adapter(tmp_path / "a", 3)))
+    forget(writer)
+    first, count = supplied(writer, prompt, lora=other)
+    assert count == 0
+    wait_until_objects(root, 4 * FULL // CHUNK)
+    forget(writer)
+    again, count = supplied(writer, prompt, lora=other)
+    assert count == FULL
+    assert_same(again, first)
+
+
+@pytest.mark.slow
+@pytest.mark.row("LoRA", "an adapter's KV and the base model's, TP 1 → 2")
+def test_another_tp_size(
+    writer: Engine,
+    root: Path,
+    logs: Path,
+    directory: Path,
+    adapters: dict[str, Adapter | None],
+    prompt: list[int],
+    wanted: dict[str, Output],
+) -> None:
+    args = engine_args("llama", 2, block_size=32, **LORA, **offload(f"file://{root}"))
+    with engine(args, logs / "lora-tp2.log") as running:
+        for name, lora in {**adapters, "a": ("renamed", 3, str(directory / "copy-of-a"))}.items():
+            forget(running)
+            answer, count = supplied(running, prompt, lora=lora)
+            assert count == FULL
+            assert_same(answer, wanted[name])
