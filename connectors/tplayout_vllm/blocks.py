@@ -28,6 +28,11 @@ class Tables:
         """Whether every token of [first, last) has a block in every table of the group."""
         return all(_covers(tables[table], self.block_sizes[table], first, last) for table in self.of_group[group])
 
+    def filled(self, end: int) -> tuple[int, ...]:
+        """The KV-cache groups in which a block ends at token `end`."""
+        stored = {table for tables in self.of_group for table in tables}
+        return tuple(sorted(table for table in stored if end % self.block_sizes[table] == 0))
+
     def block_start(self, group: int, token: int) -> int:
         """The first token of the block that holds `token`: the engine takes a block for whole or not at all."""
         return min(token // self.block_sizes[table] * self.block_sizes[table] for table in self.of_group[group])

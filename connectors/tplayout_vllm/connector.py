@@ -119,6 +119,9 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
         external = self._side.matched(request, num_computed_tokens)
         return external, bool(external)
 
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return self._side.filled(request.request_id)
+
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         self._side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 

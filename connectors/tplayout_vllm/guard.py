@@ -39,6 +39,12 @@ class Guarded:
             return self._side.matched(request, local)
         return 0
 
+    def filled(self, request_id: str) -> tuple[int, ...]:
+        """On an error the engine zeroes all blocks before the load."""
+        with self._net("looking up"):
+            return self._side.filled(request_id)
+        return ()
+
     def allocated(self, request: Any, tables: BlockTables, external: int) -> None:
         """On an error the load is reported as failed: the engine waits for its end, and recomputes."""
         queued = False

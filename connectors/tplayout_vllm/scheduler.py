@@ -108,6 +108,17 @@ class SchedulerSide:
         tracked.claim = (local, end) if end > local else None
         return max(0, end - local)
 
+    def filled(self, request_id: str) -> tuple[int, ...]:
+        """The engine's KV-cache groups whose blocks the announced load fills to the last token.
+
+        The engine does not zero what a load fills. Where a hit ends within a block, the rest of it must not hold what
+        another group of another dtype has left there.
+        """
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.claim is None:
+            return ()
+        return self._tables.filled(tracked.claim[1])
+
     def allocated(self, request: Any, tables: BlockTables, external: int) -> bool:
         """The engine gave blocks for `external` claimed tokens: load into them with this step. False: no load."""
         tracked = self._tracked.get(request.request_id)

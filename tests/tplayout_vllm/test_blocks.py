@@ -41,3 +41,10 @@ def test_block_start(group: int, token: int, start: int) -> None:
 
 def test_block_start_of_tables_with_different_blocks_is_the_earliest() -> None:
     assert Tables((8, 12), ((0, 1),)).block_start(0, 23) == 12
+
+
+def test_groups_whose_blocks_end_at_a_token() -> None:
+    tables = Tables((16, 32, 8), ((0,), (1,)))  # the third one is a draft's, which is not stored
+    assert tables.filled(64) == (0, 1)
+    assert tables.filled(48) == (0,)
+    assert tables.filled(40) == ()

@@ -48,6 +48,7 @@ def test_a_request_is_served_without_the_cache(guarded: tuple[Guarded, Broken]) 
     guard, side = guarded
     guard.add(REQUEST, lambda _: 0)
     assert guard.matched(REQUEST, 0) == 0
+    assert guard.filled("r") == ()
     assert side.finished == ["r", "r"]
 
 

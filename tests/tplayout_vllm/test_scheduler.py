@@ -142,6 +142,18 @@ def test_a_load_holds_its_slots_until_all_ranks_have_ended_it() -> None:
     assert stager.claimed == {}
 
 
+@pytest.mark.parametrize(("tokens", "groups"), [(33, (0,)), (32, ())])
+def test_blocks_that_a_load_fills_in_part_are_zeroed_by_the_engine(tokens: int, groups: tuple[int, ...]) -> None:
+    stager = FakeStager(ready=2)
+    deciding, one = side(stager), request(tokens)
+    add(deciding, one)
+    assert deciding.filled("r") == ()
+    assert deciding.matched(one, 8) == min(32, tokens - 1) - 8
+    assert deciding.filled("r") == groups
+    deciding.allocated(one, ([1, 2, 3, 4, 5],), 8)
+    assert deciding.filled("r") == deciding.filled("unknown") == ()
+
+
 def test_a_request_that_got_no_blocks_for_a_hit_lets_go() -> None:
     stager = FakeStager(ready=2)
     deciding, one = side(stager), request(33)
