@@ -42,7 +42,10 @@ class PlainEngines:
         keys = [json.dumps([full, max_tokens, tokens], sort_keys=True) for tokens in prompts]
         todo = [tokens for key, tokens in zip(keys, prompts, strict=True) if key not in self._kept]
         if todo:
-            params = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": not full["skip_tokenizer_init"]}
+            # As Engine.submit: exactly so many tokens.
+            params: dict[str, Any] = {"max_tokens": max_tokens, "min_tokens": max_tokens}
+            if full["skip_tokenizer_init"]:
+                params.update(detokenize=False, min_tokens=0, ignore_eos=True)
             found = self._ask({"args": full, "prompts": [{"prompt_token_ids": t} for t in todo], "params": params})
             missing = [key for key in keys if key not in self._kept]
             self._kept.update(zip(missing, (Output(**fields) for fields in found), strict=True))
