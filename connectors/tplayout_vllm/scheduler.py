@@ -290,4 +290,6 @@ class SchedulerSide:
         self._stager.reset()
 
     def close(self) -> None:
+        """Let go of staging. An engine that goes on, to finish its requests, does so without the cache."""
+        self.stop("closed")
         self._stager.close()

@@ -174,3 +174,17 @@ def test_shutting_down_publishes_what_is_complete(sim: Sim) -> None:
     engine.close()
     sim.wait(lambda: all(sim.stored(text, 192)))
     sim.check_store()
+
+
+def test_an_engine_that_goes_on_after_the_shutdown_has_no_cache(sim: Sim) -> None:
+    engine = sim.engine()
+    engine.run(sim.text(4), 200, 1)
+    text = sim.text(5)
+    running = engine.add(text, 200, 20)
+    engine.step()
+    waiting = engine.add(sim.text(4), 200, 1)
+    engine.connector.shutdown()
+    engine.until(lambda: engine.finished(running) and engine.finished(waiting))
+    assert engine.loaded(waiting) == 0
+    assert engine.connector.reset_cache()
+    engine.step()

@@ -215,6 +215,8 @@ class Stager:
             self.poll()
 
     def _drain(self, timeout: float) -> None:
+        if self._closed:
+            return
         away = self._pool.clock() - self._drained_at
         for event in self._pool.io.poll(timeout):
             self._handle(event)
