@@ -154,6 +154,8 @@ def test_numbers_that_canonical_json_lacks(tmp_path):
     (tmp_path / "config.json").write_text('{"a": [Infinity, -Infinity, NaN], "b": 9007199254740993, "c": 1.5}')
     kept = model_config(tmp_path)
     assert kept == {"a": ["inf", "-inf", "nan"], "b": "9007199254740993", "c": 1.5}
+    (tmp_path / "config.json").write_text(r'{"a": ["x\ud800"], "b": {"\udc00": "\ud83d\ude00"}}')
+    assert model_config(tmp_path) == {"a": [r"x\ud800"], "b": {r"\udc00": "\U0001f600"}}
     identity = describe_model(write(tmp_path / "m", LLAMA))
     Identity("w", kept, "bfloat16", None, identity.geometry).digest()
 

@@ -169,9 +169,12 @@ def _relevant(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Infinities, NaN and integers beyond a double's precision as text; canonical JSON has no such numbers."""
+    """What canonical JSON does not have, as text that it has: infinities, NaN, integers beyond a double's precision,
+    halves of surrogate pairs."""
     if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {_plain(str(name)): _plain(item) for name, item in value.items()}
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -75,7 +75,7 @@ def open_scheduler_side(
     identity = _identity(vllm_config, options, placement)
     hasher = _hasher(options, identity)
     facts = {"digest": hasher.name, "key_id": hasher.key_id, "codec": "none"}
-    document = namespace_document(identity, facts, Path(str(model.model)).name)
+    document = namespace_document(identity, facts, _shown_name(model))
     writers = tuple(len(ranks) for ranks in placement.writers)
     plan = StagingPlan(
         url=options.url,
@@ -158,6 +158,11 @@ def _identity(vllm_config: Any, options: Options, placement: Placement) -> Ident
         quantization=weight_quantization(read_config(config), model.quantization),
         geometry=placement.geometry,
     )
+
+
+def _shown_name(model: Any) -> str:
+    """The model's name for people: any text will do, but text it must be, which a file name need not be."""
+    return Path(str(model.model)).name.encode("utf-8", "backslashreplace").decode()
 
 
 def _engine_settings(vllm_config: Any) -> dict[str, Any]:

@@ -134,6 +134,11 @@ def _text(extra: Mapping[str, Any], name: str) -> str | None:
     value = extra.get(name)
     if value is not None and (not isinstance(value, str) or not value.strip()):
         raise _wrong(name, f"must be a non-empty string, not {_kind(value)}")
+    if value is not None and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise _wrong(name, f"is no text: {value!r}") from None
     return value
 
 

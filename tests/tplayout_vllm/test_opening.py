@@ -13,7 +13,7 @@ from tplayout.errors import ConfigError
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity, namespace_document
 from tplayout_vllm.metadata import WorkerReport, this_machine
-from tplayout_vllm.opening import _engine_settings, _hasher, _model_files, check_machines, check_setup
+from tplayout_vllm.opening import _engine_settings, _hasher, _model_files, _shown_name, check_machines, check_setup
 from tplayout_vllm.options import Options
 
 
@@ -123,6 +123,10 @@ def test_a_model_that_is_not_here_is_refused_with_what_helps(
         files(label, model="nobody/weights", hf_config_path=config)
     assert "--hf-config-path" in str(raised.value)
     assert ("weights_label" in str(raised.value)) == (not_said != "weights_label")
+
+
+def test_a_name_that_is_no_text_is_shown_all_the_same() -> None:
+    assert _shown_name(SimpleNamespace(model=Path("/models/f\u00fcr-\udcff"))) == "f\u00fcr-\\udcff"
 
 
 def plant(directory: Path, change: Any, digest: str = "xxh3-128", **options: Any) -> tuple[Options, Identity]:

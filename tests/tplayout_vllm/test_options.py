@@ -38,6 +38,7 @@ def test_defaults() -> None:
         ({"strict": "yes"}, r"'strict' must be true or false"),
         ({"storage_options": "a=b"}, r"'storage_options' must be an object"),
         ({"weights_label": " "}, r"'weights_label' must be a non-empty string"),
+        ({"weights_label": "a\ud800"}, r"'weights_label' is no text"),
         ({"secret_key_file": "/nonexistent/key"}, r"'secret_key_file' cannot be read"),
         ({"secret_key_file": "/a\0b"}, r"'secret_key_file' is no path"),
         ({"staging_bytes": "9" * 400 + "GiB"}, r"'staging_bytes' must be a number of bytes"),
