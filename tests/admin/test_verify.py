@@ -22,7 +22,7 @@ from tplayout.admin.check import Kind
 from tplayout.admin.quarantine import ON_REQUEST, plan, quarantine
 from tplayout.admin.verify import Report, verify_store
 from tplayout.cache import Cache
-from tplayout.errors import ConfigError
+from tplayout.errors import ConfigError, Reason
 from tplayout.format.header import LENGTH_BYTES
 from tplayout.storage.base import Store
 from tplayout.storage.url import open_store
@@ -319,6 +319,23 @@ def test_keyed_namespaces_need_the_secret(store):
         verify_store(store, secret=secret * 2)
     assert verify_store(store, deep=False).findings == []
     assert verify_store(store, secret=secret).findings == []
+
+
+def test_with_a_secret_what_was_written_without_one_is_not_sound(store):
+    """Digests that need no secret can be forged; servers with a secret refuse such a namespace too."""
+    secret = b"0123456789abcdef"
+    keyed = Cache.open(store, identity(weights="files:11"), secret=secret)
+    fill(keyed, range(8))
+    plain = Cache.open(store, identity())
+    fill(plain, range(8))
+    (found,) = verify_store(store, secret=secret).damage
+    assert (found.kind, found.reason, found.name) == (
+        Kind.DAMAGED,
+        Reason.WRONG_SECRET,
+        f"{plain.namespace}/namespace.json",
+    )
+    assert "2 objects may be forged" in found.detail
+    assert verify_store(store, secret=secret, namespace=keyed.namespace).damage == []
 
 
 def test_the_rate_is_limited(store):

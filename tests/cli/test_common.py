@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from tplayout.cli.common import (
+    SECRET_ENV,
     age,
     confirm,
     emit_json,
@@ -120,9 +121,14 @@ def test_secret_from_file_or_environment(tmp_path: Path):
     file.write_bytes(b"0123456789abcdef\n")
     runner = CliRunner()
     assert runner.invoke(command, ["--secret-key-file", str(file)]).output == "b'0123456789abcdef'\n"
-    assert runner.invoke(command, [], env={"TPLAYOUT_SECRET_KEY": "s3cr3t"}).output == "b's3cr3t'\n"
+    assert runner.invoke(command, [], env={"TPLAYOUT_SECRET_KEY": "s3cr3t of sixteen"}).output == "b's3cr3t of sixteen'\n"
     assert runner.invoke(command, [], env={"TPLAYOUT_SECRET_KEY": ""}).output == "None\n"
     assert runner.invoke(command, ["--secret-key-file", str(tmp_path / "none")]).exit_code == 2
+    file.write_text("short\n")
+    for arguments, environ in ((["--secret-key-file", str(file)], {}), ([], {SECRET_ENV: "short"})):
+        result = runner.invoke(command, arguments, env=environ)
+        assert result.exit_code == 2
+        assert "holds 5 bytes, a secret has 16 or more" in " ".join(result.output.split())
     file.write_bytes(b"\n")
     assert runner.invoke(command, ["--secret-key-file", str(file)]).exit_code == 2
 

@@ -55,3 +55,12 @@ def test_a_store_that_cannot_be_reached():
 
 def test_a_wrong_url():
     assert run("s3:/bucket").exit_code == 2
+
+
+def test_a_path_that_is_not_there_is_warned_of_and_not_made(tmp_path):
+    document = json.loads(run(str(tmp_path / "a" / "b"), "--json").stdout)
+    (finding,) = [each for each in document["findings"] if each["topic"] == "directory"]
+    assert finding["level"] == "warn"
+    assert str(tmp_path) in finding["text"]
+    assert "spelling" in finding["remedy"]
+    assert list(tmp_path.iterdir()) == []

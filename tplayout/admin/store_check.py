@@ -55,12 +55,27 @@ def round_trip(store: Store, write: bool = True, large_bytes: int = LARGE_BYTES)
         yield Finding("write", Level.OK, "not tried")
         return
     key = f"{DIRECTORY}/{secrets.token_hex(8)}"
+    made = _missing_directories(store.url)
     try:
         yield from _tried(_small(store, key), "write")
         yield from _tried(_large(store, f"{key}-large", large_bytes), "large object")
     finally:
         with contextlib.suppress(StorageError):  # the findings have said it
             store.delete([key, f"{key}-large"])
+        for directory in made:  # a wrong path is not to look like a store afterwards
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+
+
+def _missing_directories(url: str) -> list[str]:
+    """Directories that a write to a local store will make, the deepest first."""
+    if not url.startswith("file://"):
+        return []
+    missing, path = [], f"{url.removeprefix('file://')}/{DIRECTORY}"
+    while not os.path.exists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    return missing
 
 
 def _s3_settings(bucket: str, options: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -110,7 +125,8 @@ def _directory(path: str) -> Iterator[Finding]:
     while not os.path.exists(there):
         there = os.path.dirname(there)
     if there != path:
-        yield Finding("directory", Level.OK, f"{path} does not exist yet; the first server makes it")
+        text = f"{path} does not exist yet, below {there}; the first server makes it"
+        yield Finding("directory", Level.WARN, text, "check the spelling, and that the disk is mounted")
     else:
         info = os.stat(path)
         mode = stat.S_IMODE(info.st_mode)

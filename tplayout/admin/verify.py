@@ -117,6 +117,8 @@ def verify_store(
     try:
         for space in catalog.namespaces.values():
             _document_findings(store, space, report)
+            if secret is not None:
+                _unkeyed_findings(store, space, report)
         sound: dict[str, _Sound] = {name: {} for name in catalog.namespaces}
         for piece_name, piece in _pieces(catalog, checker, journal, jobs, progress):
             _add(store, piece, sound[piece_name.partition("/")[0]], report)
@@ -231,6 +233,21 @@ def _document_findings(store: Store, space: Namespace, report: Report) -> None:
     kind = Kind.MISNAMED if fault.reason is Reason.WRONG_NAMESPACE else Kind.DAMAGED
     detail = f"{fault.detail}{unchecked}; a server of this model writes it again"
     report.findings.append(Finding(kind, name, fault.reason, detail, fix_of(store, kind, [name]), space.info.size))
+
+
+def _unkeyed_findings(store: Store, space: Namespace, report: Report) -> None:
+    """With a secret, what was written without one is not to be trusted: anybody can make digests that fit."""
+    if space.document is None or space.document.storage.key_id is not None:
+        return
+    name = namespace_object(space.name)
+    detail = (
+        f"digests without a secret: its {len(space.objects)} objects may be forged, and servers with a secret refuse "
+        "them; without --secret-key-file they are checked against damage only"
+    )
+    fix = fix_of(store, Kind.DAMAGED, [name])
+    report.findings.append(
+        Finding(Kind.DAMAGED, name, Reason.WRONG_SECRET, detail, fix, space.info.size if space.info else 0)
+    )
 
 
 def _start_server(store: Store) -> str:

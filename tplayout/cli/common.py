@@ -61,14 +61,21 @@ def parse_storage_options(values: Sequence[str]) -> dict[str, Any]:
 
 
 def _secret(ctx: click.Context, param: click.Parameter, path: str | None) -> bytes | None:
+    from tplayout.format.digest import MIN_SECRET_BYTES
+
     if path is None:
-        return os.environ[SECRET_ENV].encode() if os.environ.get(SECRET_ENV) else None
-    try:
-        secret = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise click.BadParameter(f"{path} cannot be read: {error.strerror}") from None
-    if not secret:
-        raise click.BadParameter(f"{path} is empty; put the key into it")
+        if not os.environ.get(SECRET_ENV):
+            return None
+        source, secret = SECRET_ENV, os.environ[SECRET_ENV].encode()
+    else:
+        try:
+            source, secret = path, Path(path).read_bytes().strip()
+        except OSError as error:
+            raise click.BadParameter(f"{path} cannot be read: {error.strerror}") from None
+    if len(secret) < MIN_SECRET_BYTES:
+        raise click.BadParameter(
+            f"{source} holds {len(secret)} bytes, a secret has {MIN_SECRET_BYTES} or more (try: openssl rand -hex 32)"
+        )
     return secret
 
 

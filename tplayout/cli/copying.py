@@ -67,7 +67,7 @@ def run(source: str, destination: str, options: dict[str, Any], move: bool) -> i
         open_destination(destination, given, own, timeout, source) as target,
     ):
         if move and not options["dry_run"]:
-            confirm(f"Move from {origin.url} to {target.url} and delete it from there?", options["yes"])
+            confirm(f"Move to {target.url}, and delete from {origin.url} what has arrived?", options["yes"])
         reports = _run(origin, target, options, move)
     if options["as_json"]:
         emit_json(
