@@ -138,6 +138,12 @@ def staging_slots(
             f"kv_connector_extra_config: 'staging_bytes' is {wanted}, but {FEWEST_SLOTS} chunks of this model take "
             f"{FEWEST_SLOTS * slot_bytes} bytes; raise it or lower 'chunk_tokens'"
         )
+    if FEWEST_SLOTS * slot_bytes * engines.known > limit:
+        raise ConfigError(
+            f"kv_connector_extra_config: {FEWEST_SLOTS} chunks of this model take {FEWEST_SLOTS * slot_bytes} bytes of "
+            f"host memory for each engine, and this machine or its cgroup has no more than {limit}; "
+            "lower 'chunk_tokens' or raise the limit"
+        )
     if wanted * engines.known > limit:
         raise ConfigError(
             f"kv_connector_extra_config: 'staging_bytes' asks for {wanted * engines.known} bytes of host memory, but "

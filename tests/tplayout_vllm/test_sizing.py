@@ -23,6 +23,13 @@ def test_default_holds_two_chunks_even_when_memory_is_short() -> None:
     assert staging_slots(None, 100 * MIB, ALONE, limit=2**60, available=200 * MIB) == 2
 
 
+def test_chunks_that_do_not_fit_are_not_called_a_wrong_size() -> None:
+    """Nobody has said one."""
+    with pytest.raises(ConfigError, match=r"2 chunks of this model take 2097152 bytes.*lower 'chunk_tokens'") as raised:
+        staging_slots(None, MIB, ALONE, limit=MIB, available=MIB)
+    assert "staging_bytes" not in str(raised.value)
+
+
 def test_stated_size_is_kept() -> None:
     assert staging_slots(10 * MIB, MIB, ALONE, limit=2**60, available=1) == 10
 
