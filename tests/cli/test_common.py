@@ -121,7 +121,8 @@ def test_secret_from_file_or_environment(tmp_path: Path):
     file.write_bytes(b"0123456789abcdef\n")
     runner = CliRunner()
     assert runner.invoke(command, ["--secret-key-file", str(file)]).output == "b'0123456789abcdef'\n"
-    assert runner.invoke(command, [], env={"TPLAYOUT_SECRET_KEY": "s3cr3t of sixteen"}).output == "b's3cr3t of sixteen'\n"
+    environ = {"TPLAYOUT_SECRET_KEY": "s3cr3t of sixteen"}
+    assert runner.invoke(command, [], env=environ).output == "b's3cr3t of sixteen'\n"
     assert runner.invoke(command, [], env={"TPLAYOUT_SECRET_KEY": ""}).output == "None\n"
     assert runner.invoke(command, ["--secret-key-file", str(tmp_path / "none")]).exit_code == 2
     file.write_text("short\n")
