@@ -50,6 +50,9 @@ class Reason(StrEnum):
     WRONG_NAMESPACE = "wrong-namespace"  # namespace.json whose identity does not hash to its directory
     WRONG_DIGEST = "wrong-digest"  # a known digest, but not the one of the namespace
     WRONG_SECRET = "wrong-secret"  # secret missing, different, or not used by this object
+    WRONG_CODEC = "wrong-codec"  # a known codec, but not the one of the namespace
+    BAD_LENGTHS = "bad-lengths"  # a stored length that no plane can have
+    BAD_PLANE = "bad-plane"  # stored bytes that are no packed plane of a cell
     DIGEST_MISMATCH = "digest-mismatch"  # a cell's bytes are not those that were written there
     UNSUPPORTED_CODEC = "unsupported-codec"
     UNSUPPORTED_DIGEST = "unsupported-digest"

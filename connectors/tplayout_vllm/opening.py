@@ -12,10 +12,12 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tplayout.cache.codec import require
 from tplayout.cache.namespace import OF_OTHERS, read_namespace
 from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, StorageError
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.identity import Identity, namespace_document
+from tplayout.format.layout import CODEC_NONE
 from tplayout.model import describe_weights, model_config, read_config, weight_quantization
 from tplayout.staging.plan import StagingPlan
 from tplayout.staging.region import RegionError, RegionPlan
@@ -73,8 +75,8 @@ def open_scheduler_side(
     check_machines(reports)
     placement = place(reports, options.chunk_tokens, model.get_total_num_kv_heads(), parallel.tensor_parallel_size)
     identity = _identity(vllm_config, options, placement)
-    hasher = _hasher(options, identity)
-    facts = {"digest": hasher.name, "key_id": hasher.key_id, "codec": "none"}
+    hasher, codec = _storage(options, identity)
+    facts = {"digest": hasher.name, "key_id": hasher.key_id, "codec": codec}
     document = namespace_document(identity, facts, _shown_name(model))
     writers = tuple(len(ranks) for ranks in placement.writers)
     plan = StagingPlan(
@@ -86,6 +88,7 @@ def open_scheduler_side(
         geometry=placement.geometry,
         secret=options.secret,
         digest=hasher.name,
+        codec=codec,
         slots=1,
         writers=writers,
         io_processes=io_processes(options.io_processes),
@@ -111,7 +114,7 @@ def open_scheduler_side(
     )
     logger.info(
         "tplayout: %s, namespace %s, chunks of %d tokens (%s), staging %s for %d chunks, %d I/O process(es), "
-        "load deadline %g s, digest %s, %s",
+        "load deadline %g s, digest %s, codec %s, %s",
         redact(options.url),
         identity.namespace,
         placement.geometry.chunk_tokens,
@@ -121,6 +124,7 @@ def open_scheduler_side(
         plan.io_processes,
         options.load_deadline,
         hasher.name,
+        codec,
         transfer.kv_role,
     )
     return SchedulerSide(
@@ -214,8 +218,8 @@ def _directory(name: str, revision: str | None, wanted: str) -> Path:
         ) from None
 
 
-def _hasher(options: Options, identity: Identity) -> CellHasher:
-    """Look at the namespace once, and take over the digest of one that exists.
+def _storage(options: Options, identity: Identity) -> tuple[CellHasher, str]:
+    """Look at the namespace once, and take over digest and codec of one that exists.
 
     A conflict refuses the start, an unreachable store only if `strict`.
     """
@@ -223,7 +227,8 @@ def _hasher(options: Options, identity: Identity) -> CellHasher:
     try:
         found = read_namespace(store, identity)
         if found is not None:
-            return make_hasher(found.storage.digest, options.secret, found.storage.key_id)
+            require(found.storage.codec)
+            return make_hasher(found.storage.digest, options.secret, found.storage.key_id), found.storage.codec
     except StorageError as error:
         if options.strict:
             raise ConfigError(
@@ -248,7 +253,7 @@ def _hasher(options: Options, identity: Identity) -> CellHasher:
         raise ConfigError(f"the store {redact(options.url)} holds {fault}") from None
     finally:
         store.close()
-    return make_hasher(None, options.secret)
+    return make_hasher(None, options.secret), CODEC_NONE
 
 
 def _size(nbytes: float) -> str:

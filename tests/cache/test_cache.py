@@ -1,15 +1,17 @@
 """Putting chunks from any sharding, getting them in any, and what happens when something is wrong."""
 
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from tplayout.cache import Cache
-from tplayout.errors import FormatError, GeometryError, NotFound, Reason, Unavailable
+from tplayout.errors import ConfigError, FormatError, GeometryError, NotFound, Reason, Unavailable
 from tplayout.format.geometry import DTYPE_BYTES, Part
 from tplayout.format.identity import Identity
 from tplayout.format.keys import EXTRA_SALT, object_name, prefix_extras
@@ -322,3 +324,63 @@ def test_forged_without_the_secret(store: Store, one_group: Identity, kit: Any) 
     with pytest.raises(FormatError):
         keyed.get(chunk)
     assert keyed.longest_prefix(kit.TOKENS, verify=True).tokens == 0
+
+
+# -- codecs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_a_packed_namespace_gives_what_a_plain_one_gives(kit: Any, store: Store, dtype: str) -> None:
+    """Begun in a codec, adopted by who opens it, any sharding on both sides."""
+    group = kit.group(dtype=dtype)
+    identity = kit.identity(group)
+    writer = Cache.open(store, identity, codec="shuffle-zstd")
+    assert writer.namespace == identity.namespace
+    kit.fill(writer, tp=2)
+    reader = Cache.open(store, identity)
+    assert reader.longest_prefix(kit.TOKENS, verify=True).tokens == 20
+    for chunk in reader.chunks(kit.TOKENS):
+        wanted = kit.numpy(kit.kv(group, seed=64 * chunk.index), group)
+        assert kit.bits(reader.get(chunk)) == wanted.tobytes()
+        for shard in (*kit.writers(group, 4), Shard(range(1, 3), range(1, 2))):
+            assert kit.bits(reader.get(chunk, shard)) == kit.cut(wanted, shard).tobytes()
+    stored = store.get(object_name(reader.namespace, chunk.key, 0))
+    assert b'"codec":"shuffle-zstd"' in stored[:4096]
+
+
+def test_kv_of_small_entropy_takes_less_room(kit: Any, store: Store) -> None:
+    group = kit.group(dtype="BF16", parts=(Part("k", 128), Part("v", 128)))
+    cache = Cache.open(store, kit.identity(group, chunk_tokens=32), codec="shuffle-zstd")
+    (chunk,) = cache.chunks(range(32))
+    shape = (group.heads, len(group.layers), *group.cell_shape(32))
+    values = np.random.default_rng(0).standard_normal(shape, dtype="f4").astype(ml_dtypes.bfloat16)
+    cache.put(chunk, {whole(group): values})
+    assert len(store.get(object_name(cache.namespace, chunk.key, 0))) < 0.75 * values.nbytes
+    assert cache.get(chunk).tobytes() == values.tobytes()
+
+
+def test_damage_in_a_packed_object_is_an_error_or_a_miss(kit: Any, store: Store, damage: Any, one_group: Any) -> None:
+    cache = Cache.open(store, one_group, codec="shuffle-zstd")
+    kit.fill(cache)
+    first, second = cache.chunks(kit.TOKENS)[:2]
+    name = object_name(cache.namespace, second.key, 0)
+    damage(name, len(store.get(name)) - 1)
+    with pytest.raises(FormatError) as caught:
+        cache.get(second)
+    assert caught.value.where == name
+    assert cache.get(first).shape[0] == 4
+    assert cache.longest_prefix(kit.TOKENS, verify=True).tokens == 4
+    with pytest.raises(NotFound):
+        cache.get(cache.chunks([9, 9, 9, 9])[0])
+
+
+def test_codecs_that_cannot_be_used_are_wrong_use(
+    kit: Any, store: Store, one_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="none, shuffle-zstd"):
+        Cache.open(store, one_group, codec="zip")
+    assert list(store.list()) == []
+    Cache.open(store, one_group, codec="shuffle-zstd")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tplayout\[zstd\]'"):
+        Cache.open(store, one_group)

@@ -105,7 +105,7 @@ def test_dry_runs_write_nothing(url, tmp_path):
 
 
 def test_what_makes_no_sense_is_wrong_use(url, tmp_path):
-    assert "--tp, --chunk-tokens or --dtype" in fail(url, tmp_path / "out")
+    assert "--tp, --chunk-tokens, --dtype or --codec" in fail(url, tmp_path / "out")
     assert "--lossy does not go with" in fail(url, tmp_path / "out", "--tp", 2, "--lossy")
     assert "local directory" in fail(url, "memory://x/y", "--tp", 2)
     run(url, tmp_path / "four", "--tp", 4)

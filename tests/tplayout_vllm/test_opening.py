@@ -1,6 +1,7 @@
 """Set-ups that cannot be served are refused before the model is loaded; what changes KV is in the identity."""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from tplayout.errors import ConfigError
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity, namespace_document
 from tplayout_vllm.metadata import WorkerReport, this_machine
-from tplayout_vllm.opening import _engine_settings, _hasher, _model_files, _shown_name, check_machines, check_setup
+from tplayout_vllm.opening import _engine_settings, _model_files, _shown_name, _storage, check_machines, check_setup
 from tplayout_vllm.options import Options
 
 
@@ -141,30 +142,41 @@ def plant(directory: Path, change: Any, digest: str = "xxh3-128", **options: Any
 
 
 def test_the_namespace_of_another_model_name_is_ours(tmp_path: Path) -> None:
-    _hasher(*plant(tmp_path, lambda document: document.replace(b'"model": "model"', b'"model": "other"')))
+    _storage(*plant(tmp_path, lambda document: document.replace(b'"model": "model"', b'"model": "other"')))
 
 
 def test_a_namespace_s_digest_is_taken_over(tmp_path: Path) -> None:
-    assert _hasher(*plant(tmp_path, lambda document: document, "blake3")).name == "blake3"
+    hasher, codec = _storage(*plant(tmp_path, lambda document: document, "blake3"))
+    assert (hasher.name, codec) == ("blake3", "none")
+
+
+def test_a_namespace_s_codec_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the start is refused, with the way out, where what it needs is missing."""
+    packed = plant(tmp_path, lambda document: document.replace(b'"codec": "none"', b'"codec": "shuffle-zstd"'))
+    assert _storage(*packed)[1] == "shuffle-zstd"
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tplayout\[zstd\]'"):
+        _storage(*packed)
 
 
 @pytest.mark.parametrize(("secret", "name"), [(None, "xxh3-128"), (b"sixteen bytes or more", "blake3-keyed")])
 def test_a_new_namespace_gets_the_default_digest(tmp_path: Path, secret: bytes | None, name: str) -> None:
     _, identity = plant(tmp_path, lambda document: document)
     elsewhere = Options(url=f"file://{tmp_path}/elsewhere", secret=secret)
-    assert _hasher(elsewhere, identity).name == name
+    hasher, codec = _storage(elsewhere, identity)
+    assert (hasher.name, codec) == (name, "none")
 
 
 def test_a_secret_that_is_not_the_namespace_s_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"another namespace.*xxh3-128.*blake3-keyed.*use another 'url'"):
-        _hasher(*plant(tmp_path, lambda document: document, secret=b"sixteen bytes or more"))
+        _storage(*plant(tmp_path, lambda document: document, secret=b"sixteen bytes or more"))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100])
 def test_a_damaged_namespace_is_refused_with_the_way_out(tmp_path: Path, keep: int) -> None:
     """After a power loss, say: what was not flushed may be gone."""
     with pytest.raises(ConfigError, match=r"damaged namespace\.json.*remove that file"):
-        _hasher(*plant(tmp_path, lambda document: document[:keep]))
+        _storage(*plant(tmp_path, lambda document: document[:keep]))
 
 
 def test_a_namespace_of_another_version_is_not_to_be_removed(tmp_path: Path) -> None:
@@ -173,5 +185,5 @@ def test_a_namespace_of_another_version_is_not_to_be_removed(tmp_path: Path) -> 
         return json.dumps({**value, "storage": {**value["storage"], "codec": "zstd"}}).encode()
 
     with pytest.raises(ConfigError, match=r"another namespace.*unsupported-codec.*zstd") as raised:
-        _hasher(*plant(tmp_path, newer))
+        _storage(*plant(tmp_path, newer))
     assert "remove" not in str(raised.value)

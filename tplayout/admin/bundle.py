@@ -14,11 +14,11 @@ from pathlib import Path
 from tplayout.admin.chains import Index
 from tplayout.admin.convert import path_to
 from tplayout.admin.local_files import NewFile, ReadFile, os_errors
-from tplayout.admin.namespaces import OpenNamespace, begin_copy, check_same_storage, unwritten
+from tplayout.admin.namespaces import OpenNamespace, begin_copy, check_same_digests, unwritten
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Progress, silent
-from tplayout.errors import FormatError, NotFound, Reason
-from tplayout.format.chunk import verify
+from tplayout.errors import FormatError, NotFound, Reason, Unavailable
+from tplayout.format.chunk import Buffer
 from tplayout.format.identity import MAX_DOCUMENT_BYTES, NamespaceDocument, parse_namespace_document
 from tplayout.format.keys import ObjectName, namespace_object, parse_object_name
 from tplayout.storage.base import Store
@@ -62,11 +62,13 @@ def export_prefixes(
     origin = index.namespace
     paths = list(index.prefixes()) if keys is None else [path_to(index, key) for key in keys]
     keys_in_order = dict.fromkeys(key for path in paths for key in path)
-    places = [(key, group) for key in keys_in_order for group in sorted(index.chunks[key].objects)]
+    places = [
+        (key, group, info.size) for key in keys_in_order for group, info in sorted(index.chunks[key].objects.items())
+    ]
     if not places:
         raise NotFound(f"{origin.store.url}: namespace {origin.name} holds no prefix to export")
     document = origin.document.to_bytes()
-    sizes = [len(document), *(origin.layout(group).nbytes for _, group in places)]
+    sizes = [len(document), *(size for _, _, size in places)]
     done = Bundled(origin.name, len(paths), len(places), 0, sum(map(_padded, sizes)) + 2 * _BLOCK)
     if dry_run:
         return done
@@ -76,9 +78,13 @@ def export_prefixes(
         with os_errors():
             at = _write(new, 0, namespace_object(origin.name), document)
 
-        def one(place: tuple[bytes, int]) -> tuple[str, memoryview]:
-            key, group = place
-            return origin.object_name(key, group), origin.read(key, group)
+        def one(place: tuple[bytes, int, int]) -> tuple[str, Buffer]:
+            key, group, size = place
+            name = origin.object_name(key, group)
+            data = origin.read_stored(key, group)
+            if len(data) != size:  # sound, and packed by another version of a library since it was listed
+                raise Unavailable(f"{origin.store.url}: {name} was replaced while it was exported: run it again")
+            return name, data
 
         for count, (name, data) in enumerate(in_order(one, places, jobs), 1):
             with os_errors():
@@ -109,18 +115,21 @@ def import_bundle(
     with opened:
         members = list(read_members(opened))
         document = _document(opened, members)
-        check_same_storage(store, document)
-        target = unwritten(store, document, secret) if dry_run else begin_copy(store, document, secret)
+        check_same_digests(store, document)
+        inside = unwritten(store, document, secret)
+        target = inside if dry_run else begin_copy(store, document, secret)
         done = Bundled(target.name)
         there = {info.key: info.size for info in store.list(f"{target.name}/")}
 
         def one(member: _Member) -> Bundled:
-            if there.get(member.name) == member.size:
-                return Bundled(present=1)
-            fault = _put(opened, member, target, dry_run)
-            if fault is not None:
-                return Bundled(damaged={member.name: str(fault)})
-            return Bundled(objects=1, nbytes=member.size)
+            try:
+                name = _object_name(member, target)
+                size = there.get(member.name)
+                if size is not None and size in target.codec.sizes(target.layout(name.group_index)):
+                    return Bundled(present=1)
+                return Bundled(objects=1, nbytes=_put(opened, member, name, inside, None if dry_run else target))
+            except FormatError as error:
+                return Bundled(damaged={member.name: str(error.at(f"{opened.path}: {member.name}"))})
 
         for count, each in enumerate(in_order(one, members[1:], jobs), 1):
             done.objects += each.objects
@@ -131,21 +140,29 @@ def import_bundle(
     return done
 
 
-def _put(opened: ReadFile, member: _Member, target: OpenNamespace, dry_run: bool) -> FormatError | None:
-    """Store one member's object; what is wrong with it if it is not sound."""
-    try:
-        name = _object_name(member, target)
-        layout = target.layout(name.group_index)
-        if member.size != layout.nbytes:
-            reason = Reason.TRUNCATED if member.size < layout.nbytes else Reason.TRAILING
-            raise FormatError(reason, f"{member.size} bytes, must be {layout.nbytes}", member.name)
-        data = opened.read(member.start, member.size)
-        verify(data, layout, target.digest, name.key, target.hasher)
-    except FormatError as error:
-        return error.at(f"{opened.path}: {member.name}")
-    if not dry_run:
+def _put(
+    opened: ReadFile, member: _Member, name: ObjectName, inside: OpenNamespace, target: OpenNamespace | None
+) -> int:
+    """Verify one member's object, and store it if there is a target; its bytes there. Raises FormatError.
+
+    inside: the namespace as the file has it; its codec may be another than the target's.
+    """
+    sizes = inside.codec.sizes(inside.layout(name.group_index))
+    if member.size not in sizes:
+        reason = Reason.TRUNCATED if member.size < sizes.start else Reason.TRAILING
+        raise FormatError(reason, f"{member.size} bytes, must be {_span(sizes)}")
+    data = opened.read(member.start, member.size)
+    plain = inside.verified(data, name.key, name.group_index)
+    if target is None:
+        return member.size
+    if target.codec.name == inside.codec.name:
         target.store.put(member.name, data)
-    return None
+        return member.size
+    return target.write(name.key, name.group_index, plain)
+
+
+def _span(sizes: range) -> str:
+    return str(sizes.start) if len(sizes) == 1 else f"{sizes.start} to {sizes.stop - 1}"
 
 
 def _object_name(member: _Member, target: OpenNamespace) -> ObjectName:
@@ -199,7 +216,7 @@ def _padded(size: int) -> int:
     return _BLOCK + -(-size // _BLOCK) * _BLOCK
 
 
-def _write(new: NewFile, at: int, name: str, data: bytes | memoryview) -> int:
+def _write(new: NewFile, at: int, name: str, data: Buffer) -> int:
     """Write a member at an offset; the offset behind it."""
     info = tarfile.TarInfo(name)
     info.size, info.mode = len(data), 0o600

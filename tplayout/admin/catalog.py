@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from tplayout.cache.codec import Codec, make_codec
 from tplayout.cache.namespace import read_document as read_namespace_document
+from tplayout.cache.packing import plain_store
 from tplayout.errors import ConfigError, FormatError, NotFound, Reason, Unavailable
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.identity import NamespaceDocument
@@ -72,6 +74,14 @@ class Namespace:
         document = self.known()
         facts, geometry = document.storage, document.identity.geometry
         return [chunk_layout(geometry, index, facts.digest, facts.key_id) for index in range(len(geometry.groups))]
+
+    def codec(self, hasher: CellHasher | None = None) -> Codec:
+        """How its objects are stored. hasher: None where nobody has the secret. Raises as `known`."""
+        return make_codec(self.known().storage.codec, hasher)
+
+    def plain(self, store: Store) -> Store:
+        """The store as one that holds this namespace's objects plain, for reading. Raises as `known`."""
+        return plain_store(store, self.name, self.layouts(), self.codec())
 
 
 @dataclass

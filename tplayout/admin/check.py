@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from tplayout.admin.catalog import Catalog, Stored, hasher_of
 from tplayout.admin.rate import RateLimit
+from tplayout.cache.codec import Codec, require
 from tplayout.errors import (
     Forbidden,
     FormatError,
@@ -21,7 +22,7 @@ from tplayout.format.chunk import header_size, layout_of, parse_header, read_chu
 from tplayout.format.digest import CellHasher
 from tplayout.format.header import LENGTH_BYTES
 from tplayout.format.keys import ChunkId, object_name
-from tplayout.format.layout import ChunkLayout
+from tplayout.format.layout import ChunkLayout, stated_layout
 from tplayout.storage.base import Store
 
 
@@ -61,6 +62,7 @@ class Verdict:
 class _Context:
     digest: bytes  # of the identity
     layouts: Sequence[ChunkLayout]
+    codec: Codec
     hasher: CellHasher | None  # None in quick checks
 
 
@@ -68,7 +70,7 @@ class Checker:
     """Checks objects of the namespaces of one catalog; safe to use from many threads.
 
     deep: read and digest every cell. Without, an object's size, header, tokens and key are checked. Raises ConfigError
-    when a deep check needs a secret that is not given.
+    when a deep check needs a secret that is not given, or what a codec needs is not installed.
     """
 
     def __init__(self, store: Store, catalog: Catalog, secret: bytes | None, deep: bool, limit: RateLimit) -> None:
@@ -81,8 +83,10 @@ class Checker:
             if namespace.document is not None:
                 hasher = hasher_of(namespace.document, secret) if deep else None
                 digest = namespace.document.identity.digest()
-                self._of[namespace.name] = _Context(digest, namespace.layouts(), hasher)
-        sizes = [layout.nbytes for context in self._of.values() for layout in context.layouts]
+                self._of[namespace.name] = _Context(digest, namespace.layouts(), namespace.codec(hasher), hasher)
+                if deep:
+                    require(namespace.document.storage.codec)
+        sizes = [context.codec.most_bytes(layout) for context in self._of.values() for layout in context.layouts]
         self._largest = max(sizes, default=0)
 
     def object(self, stored: Stored) -> Verdict:
@@ -103,8 +107,9 @@ class Checker:
             return Verdict(fault=Fault(Kind.UNREADABLE, error.kind, error.detail))
 
     def _whole(self, stored: Stored, layout: ChunkLayout, context: _Context, hasher: CellHasher) -> Verdict:
-        self._limit.take(min(stored.size, layout.nbytes))
-        buf = self._buffer(layout.nbytes)
+        most = context.codec.most_bytes(layout)
+        self._limit.take(min(stored.size, most))
+        buf = self._buffer(most)
         try:
             length = self._store.get_into(stored.name, buf)
         except StorageError as error:
@@ -113,20 +118,21 @@ class Checker:
             return Verdict(fault=_of_length(error))
         data = buf[:length]
         try:
-            chunk = verify(data, layout, context.digest, stored.key, hasher)
+            chunk = verify(context.codec.unpack(data, layout), layout, context.digest, stored.key, hasher)
             return Verdict(chunk, nbytes=length)
         except FormatError as error:
             return Verdict(fault=self._named(error, data), nbytes=length)
 
     def _beginning(self, stored: Stored, layout: ChunkLayout, context: _Context) -> Verdict:
         """Size, header, tokens and key."""
-        if stored.size > layout.nbytes:
+        if stored.size > context.codec.most_bytes(layout):
             return self._too_large(stored, layout, context)
-        wanted = min(stored.size, layout.sections)
+        wanted = min(stored.size, context.codec.info_bytes(layout))
         self._limit.take(wanted)
         try:
             head = self._store.get_range(stored.name, 0, wanted)
-            chunk = check_beginning(head, stored.size, layout, context.digest, stored.key)
+            plain, size = context.codec.beginning(head, stored.size, layout)
+            chunk = check_beginning(plain, size, layout, context.digest, stored.key)
             return Verdict(chunk, nbytes=wanted)
         except StorageError as error:
             return Verdict(fault=_of_length(error))
@@ -137,20 +143,22 @@ class Checker:
 
     def _too_large(self, stored: Stored, layout: ChunkLayout, context: _Context) -> Verdict:
         """Longer than its name allows: another chunk, or bytes behind one."""
-        size = max(stored.size, layout.nbytes + 1)
+        most = context.codec.most_bytes(layout)
+        size = max(stored.size, most + 1)
         if context.hasher is not None and size <= self._largest:
             data = memoryview(self._store.get(stored.name, max_bytes=self._largest))
-            error = FormatError(Reason.TRAILING, f"{len(data)} bytes, must be {layout.nbytes}")
+            error = FormatError(Reason.TRAILING, f"{len(data)} bytes, at most {most}")
             return Verdict(fault=self._named(error, data), nbytes=len(data))
         try:
             first = self._store.get_range(stored.name, 0, LENGTH_BYTES)
             head = self._store.get_range(stored.name, 0, max(header_size(first, size), LENGTH_BYTES))
-            if head != layout.header:
-                layout_of(parse_header(head, size))
-                return Verdict(fault=Fault(Kind.MISNAMED, Reason.WRONG_GEOMETRY, "laid out as another chunk"))
+            theirs, codec = stated_layout(parse_header(head, size))
+            if (theirs, codec) != (layout, context.codec.name):
+                reason = Reason.WRONG_GEOMETRY if codec == context.codec.name else Reason.WRONG_CODEC
+                return Verdict(fault=Fault(Kind.MISNAMED, reason, "laid out as another chunk"))
         except FormatError as error:
             return Verdict(fault=Fault(_kind_of(error.reason), error.reason, error.detail))
-        return Verdict(fault=Fault(Kind.DAMAGED, Reason.TRAILING, f"{size} bytes, must be {layout.nbytes}"))
+        return Verdict(fault=Fault(Kind.DAMAGED, Reason.TRAILING, f"{size} bytes, at most {most}"))
 
     def _named(self, error: FormatError, data: memoryview) -> Fault:
         """The fault of an object that was read whole: misnamed only if it is sound under another name."""
@@ -163,15 +171,16 @@ class Checker:
     def _home(self, data: memoryview) -> str | None:
         """The name under which these bytes would be sound."""
         try:
-            theirs = layout_of(parse_header(data, len(data)))
+            theirs, codec = stated_layout(parse_header(data, len(data)))
         except FormatError:
             return None
         for namespace, context in self._of.items():
-            if context.hasher is None or theirs not in context.layouts:
+            if context.hasher is None or theirs not in context.layouts or codec != context.codec.name:
                 continue
             try:
-                key = read_chunk_id(data, theirs, context.digest).key
-                verify(data, theirs, context.digest, key, context.hasher)
+                plain = context.codec.unpack(data, theirs)
+                key = read_chunk_id(plain, theirs, context.digest).key
+                verify(plain, theirs, context.digest, key, context.hasher)
                 return object_name(namespace, key, theirs.group_index)
             except FormatError:
                 continue
@@ -213,7 +222,10 @@ def check_beginning(
     return chunk
 
 
-_MISNAMED = (Reason.WRONG_KEY, Reason.WRONG_GROUP, Reason.WRONG_GEOMETRY, Reason.WRONG_DIGEST, Reason.WRONG_SECRET)
+_MISNAMED = (
+    *(Reason.WRONG_KEY, Reason.WRONG_GROUP, Reason.WRONG_GEOMETRY),
+    *(Reason.WRONG_DIGEST, Reason.WRONG_SECRET, Reason.WRONG_CODEC),
+)
 
 
 def _kind_of(reason: Reason) -> Kind:

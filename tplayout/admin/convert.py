@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tplayout.admin.chains import SMALL_READS, Index, build_index
-from tplayout.admin.namespaces import OpenNamespace, begin_namespace, new_document, open_namespace, unwritten
+from tplayout.admin.namespaces import (
+    OpenNamespace,
+    begin_namespace,
+    check_codec_of,
+    new_document,
+    open_namespace,
+    unwritten,
+)
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Progress, silent
 from tplayout.admin.shard_files import ShardHeader, ranks_of
@@ -17,6 +24,7 @@ from tplayout.errors import ConfigError, NamespaceMismatch, NotFound
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
 from tplayout.format.keys import NO_EXTRAS, ROOT, ChunkId, chunk_key
+from tplayout.format.layout import CODEC_NONE
 from tplayout.format.sharding import pp_layer_ranges
 from tplayout.storage.base import Store
 
@@ -26,7 +34,8 @@ class Report:
     """What a conversion did. prefixes: how many; files: written, and there already (where files are written).
 
     rest: tokens behind a prefix's last full chunk, which have no place in a store. skipped: what could not be
-    converted, by name, with the reason. namespace: that was written or read.
+    converted, by name, with the reason. namespace: that was written or read. bytes_read: what the objects that were
+    read take in SRC, from one store to another.
     """
 
     prefixes: int = 0
@@ -36,6 +45,7 @@ class Report:
     rest: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
     namespace: str = ""
+    bytes_read: int = 0
 
     @property
     def complete(self) -> bool:
@@ -44,15 +54,26 @@ class Report:
 
 
 def target_namespace(
-    store: Store, identity: Identity, secret: bytes | None, model: str, dry_run: bool = False
+    store: Store,
+    identity: Identity,
+    secret: bytes | None,
+    model: str,
+    dry_run: bool = False,
+    codec: str | None = None,
 ) -> OpenNamespace:
-    """The identity's namespace in the store, begun if it is not there; a dry run writes nothing."""
+    """The identity's namespace in the store, begun if it is not there; a dry run writes nothing.
+
+    codec: see `begin_namespace`.
+    """
     if not dry_run:
-        return begin_namespace(store, identity, secret, model)
+        return begin_namespace(store, identity, secret, model, codec)
     try:
-        return open_namespace(store, identity.namespace, secret)
+        found = open_namespace(store, identity.namespace, secret)
     except NotFound:
-        return unwritten(store, new_document(identity, secret, model), secret)
+        return unwritten(store, new_document(identity, secret, model, codec or CODEC_NONE), secret)
+    if codec is not None:
+        check_codec_of(found, codec)
+    return found
 
 
 def chain_of_digests(namespace: bytes, tokens: Sequence[int], extras: Sequence[bytes], size: int) -> list[ChunkId]:

@@ -8,28 +8,41 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tplayout.admin.catalog import RESERVED
 from tplayout.admin.chains import Index, build_index
-from tplayout.admin.convert import path_to
-from tplayout.admin.namespaces import OpenNamespace, begin_copy, check_same_storage
+from tplayout.admin.convert import Report, path_to
+from tplayout.admin.namespaces import (
+    OpenNamespace,
+    begin_copy,
+    check_codec_of,
+    check_same_digests,
+    open_namespace,
+    unwritten,
+)
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Progress, silent
+from tplayout.admin.transfer import Tally
 from tplayout.errors import ConfigError, FormatError, NotFound
 from tplayout.format.keys import namespace_object
 from tplayout.storage.base import Store
 
-Place = tuple[bytes, int]  # key of a chunk, index of a group
+Place = tuple[bytes, int, int]  # key of a chunk, index of a group, bytes of the object in the source
 
 
 @dataclass
 class Copied:
-    """What a copy did, in objects. present: there already; removed: from the source, by a move."""
+    """What a copy did, in objects. present: there already; removed: from the source, by a move.
+
+    read: bytes that the copied ones take in the source; nbytes: at the destination, whose codec may be another, which
+    a dry run cannot know.
+    """
 
     copied: int = 0
     present: int = 0
     removed: int = 0
+    read: int = 0
     nbytes: int = 0
     damaged: dict[str, str] = field(default_factory=dict)
 
@@ -65,52 +78,83 @@ def copy_namespace(
     progress: Progress = silent,
     dry_run: bool = False,
     recheck: bool = False,
+    codec: str | None = None,
 ) -> Copied:
     """Copy a namespace, or the prefixes that end with these chunks. namespace.json is written first.
 
     recheck: read and verify what is there already, and replace it if it is damaged; else its size must do.
-    index: of the namespace, needed for keys. Raises NamespaceMismatch if the target stores the namespace with another
-    digest or secret; StorageError.
+    index: of the namespace, needed for keys. codec: that the target must have; None for that which it has, or the
+    source's. Raises NamespaceMismatch if the target stores the namespace with another digest or secret, or another
+    codec than was asked for; StorageError.
     """
-    check_same_storage(target, origin.document)
+    check_same_digests(target, origin.document)
+    opened = _opened(origin, target, secret, dry_run, codec)
     there = {info.key: info.size for info in target.list(f"{origin.name}/")}
     if keys is None:
-        places: Iterable[Place] = ((name.key, name.group_index) for name, _ in origin.objects())
+        places: Iterable[Place] = ((name.key, name.group_index, info.size) for name, info in origin.objects())
     else:
         places = _places(index or build_index(origin), keys)
+
+    def is_there(key: bytes, group: int) -> bool:
+        size = there.get(origin.object_name(key, group))
+        return size is not None and size in opened.codec.sizes(opened.layout(group))
+
     copied = Copied()
     if dry_run:
-        for key, group in places:
-            layout = origin.layout(group)
-            if there.get(origin.object_name(key, group)) == layout.nbytes:
+        for key, group, size in places:
+            if is_there(key, group):
                 copied.present += 1
             else:
-                copied.copied, copied.nbytes = copied.copied + 1, copied.nbytes + layout.nbytes
+                copied.copied, copied.read = copied.copied + 1, copied.read + size
+        copied.nbytes = copied.read
         return copied
-    opened = begin_copy(target, origin.document, secret)
 
     def one(place: Place) -> Copied:
-        key, group = place
+        key, group, size = place
         name = origin.object_name(key, group)
-        size = origin.layout(group).nbytes
-        if there.get(name) == size and (not recheck or _sound(opened, key, group)):
+        if is_there(key, group) and (not recheck or _sound(opened, key, group)):
             return Copied(present=1)
         try:
-            data = origin.read(key, group)
+            if opened.codec.name != origin.codec.name:
+                return Copied(copied=1, read=size, nbytes=opened.write(key, group, origin.read(key, group)))
+            data = origin.read_stored(key, group)
         except NotFound:  # deleted since it was listed
             return Copied()
         except FormatError as error:
             return Copied(damaged={name: str(error)})
         target.put(name, data)
-        return Copied(copied=1, nbytes=size)
+        return Copied(copied=1, read=size, nbytes=len(data))
 
     for done, each in enumerate(in_order(one, places, jobs), 1):
         copied.copied += each.copied
         copied.present += each.present
+        copied.read += each.read
         copied.nbytes += each.nbytes
         copied.damaged |= each.damaged
         progress(done, None, copied.nbytes)
     return copied
+
+
+def recode(
+    origin: OpenNamespace,
+    target: Store,
+    codec: str,
+    secret: bytes | None = None,
+    keys: Sequence[bytes] | None = None,
+    jobs: int = 1,
+    progress: Progress = silent,
+    dry_run: bool = False,
+) -> Report:
+    """Copy a namespace, or some of its prefixes, into a store that keeps it in another codec. See `copy_namespace`.
+
+    What lies behind a gap is copied too, unless prefixes are chosen.
+    """
+    index = build_index(origin)
+    copied = copy_namespace(origin, target, secret, keys, index, jobs, progress, dry_run, codec=codec)
+    damaged = {**{name: str(error) for name, error in index.damaged.items()}, **copied.damaged}
+    tally = Tally(copied.copied, copied.present, 0, copied.nbytes, damaged)
+    prefixes = sum(1 for _ in index.prefixes()) if keys is None else len(keys)
+    return Report(prefixes, tally, namespace=origin.name, bytes_read=copied.read)
 
 
 def move_namespace(
@@ -148,10 +192,31 @@ def move_namespace(
     return copied
 
 
+def _opened(
+    origin: OpenNamespace, target: Store, secret: bytes | None, dry_run: bool, codec: str | None
+) -> OpenNamespace:
+    """The namespace at the target, begun there if it is not; a dry run writes nothing."""
+    facts = replace(origin.document.storage, codec=codec or origin.codec.name)
+    document = replace(origin.document, storage=facts)
+    if not dry_run:
+        opened = begin_copy(target, document, secret)
+    else:
+        try:
+            opened = open_namespace(target, origin.name, secret)
+        except NotFound:
+            opened = unwritten(target, document, secret)
+    if codec is not None:
+        check_codec_of(opened, codec)
+    return opened
+
+
 def _places(index: Index, keys: Sequence[bytes]) -> list[Place]:
     """The objects of prefixes, heads first, each once."""
     places = [
-        (key, group) for last in keys for key in path_to(index, last) for group in sorted(index.chunks[key].objects)
+        (key, group, info.size)
+        for last in keys
+        for key in path_to(index, last)
+        for group, info in sorted(index.chunks[key].objects.items())
     ]
     return list(dict.fromkeys(places))
 

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from tplayout.admin.catalog import QUARANTINE, Namespace, Stored, hasher_of, scan
 from tplayout.cache.arrays import from_bits
+from tplayout.cache.codec import make_codec, require
 from tplayout.errors import ConfigError, FormatError, NotFound, Reason
-from tplayout.format.chunk import layout_of, parse_header, read_chunk_id, verify
+from tplayout.format.chunk import parse_header, read_chunk_id, verify
 from tplayout.format.digest import CellHasher
 from tplayout.format.header import header_size
 from tplayout.format.keys import ChunkId, parse_object_name
-from tplayout.format.layout import ChunkLayout
+from tplayout.format.layout import ChunkLayout, stated_layout
 from tplayout.storage.base import ObjectInfo, Store
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ class Opened:
     """An object that was read whole.
 
     chunk: what it says it is. fault: why it is not accepted. hasher: None without the secret or namespace.json.
-    modified: seconds since the epoch. siblings: names of the objects of the chunk's other groups.
+    modified: seconds since the epoch. siblings: names of the objects of the chunk's other groups. data: the plain
+    object; lost cells of a damaged packed one are zeros. size, codec: of the object as it is stored.
     """
 
     name: str
@@ -69,6 +71,8 @@ class Opened:
     chunk: ChunkId | None
     fault: FormatError | None
     hasher: CellHasher | None
+    size: int
+    codec: str
     siblings: tuple[str, ...] = ()
 
     @property
@@ -111,21 +115,33 @@ def read(
     store: Store, space: Namespace, stored: Stored, secret: bytes | None, siblings: tuple[str, ...] = ()
 ) -> Opened:
     """Read an object whole and check all of it. Raises StorageError; FormatError if not even its header can be read."""
-    data = memoryview(store.get(stored.name, max_bytes=MAX_BYTES))
-    layout = _layout(space, stored, data)
+    raw = memoryview(store.get(stored.name, max_bytes=MAX_BYTES))
+    layout, name = _layout(space, stored, raw)
+    require(name)
     hasher: CellHasher | None = None
     if space.document is not None and (layout.key_id is None or secret is not None):
         hasher = hasher_of(space.document, secret)
     chunk, fault = None, space.fault
+    codec = make_codec(name, hasher)
+    try:
+        data = codec.unpack(raw, layout)
+    except FormatError as error:
+        fault = error
+        try:
+            data = codec.salvage(raw, layout)
+        except FormatError:
+            raise error.at(stored.name) from None
     if space.document is not None:
         digest = space.document.identity.digest()
         try:
             chunk = read_chunk_id(data, layout, digest)
-            if hasher is not None:
+            if hasher is not None and fault is None:
                 verify(data, layout, digest, stored.key, hasher)
         except FormatError as error:
             fault = error
-    return Opened(stored.name, stored.modified, data, layout, space, stored.key, chunk, fault, hasher, siblings)
+    return Opened(
+        stored.name, stored.modified, data, layout, space, stored.key, chunk, fault, hasher, len(raw), name, siblings
+    )
 
 
 def cells(opened: Opened) -> Iterator[Cell]:
@@ -230,12 +246,12 @@ def _of_group(space: Namespace, objects: list[Stored], group: str | None) -> Sto
     raise NotFound(f"the chunk has no object of group {group}, only of {', '.join(str(one.group) for one in objects)}")
 
 
-def _layout(space: Namespace, stored: Stored, data: memoryview) -> ChunkLayout:
-    """What the namespace says, else what the object's own header says."""
+def _layout(space: Namespace, stored: Stored, data: memoryview) -> tuple[ChunkLayout, str]:
+    """Layout and codec that the namespace says, else those that the object's own header says."""
     if space.document is not None and stored.group < len(layouts := space.layouts()):
-        return layouts[stored.group]
+        return layouts[stored.group], space.document.storage.codec
     try:
-        return layout_of(parse_header(data[: header_size(data, len(data))], len(data)))
+        return stated_layout(parse_header(data[: header_size(data, len(data))], len(data)))
     except FormatError as error:
         raise error.at(stored.name) from None
 

@@ -65,7 +65,7 @@ class NewFile:
         self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._fd, size)
 
-    def write(self, start: int, data: bytes | memoryview) -> None:
+    def write(self, start: int, data: bytes | bytearray | memoryview) -> None:
         """Write at an offset. Raises OSError."""
         view = memoryview(data).cast("B")
         done = 0

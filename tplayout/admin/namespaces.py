@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tplayout.admin.catalog import hasher_of
+from tplayout.cache.codec import Codec, make_codec, require
 from tplayout.cache.namespace import check_document, fetch_document, read_document
+from tplayout.cache.packing import plain_store
 from tplayout.errors import (
     ConfigError,
     FormatError,
@@ -20,11 +23,11 @@ from tplayout.errors import (
     StorageError,
     StorageErrorKind,
 )
-from tplayout.format.chunk import read_chunk_id, verify
+from tplayout.format.chunk import Buffer, read_chunk_id, verify
 from tplayout.format.digest import CellHasher, make_hasher
-from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
+from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts, parse_namespace_document
 from tplayout.format.keys import ChunkId, ObjectName, namespace_object, object_name, parse_object_name
-from tplayout.format.layout import ChunkLayout, chunk_layout
+from tplayout.format.layout import CODEC_NONE, ChunkLayout, chunk_layout
 from tplayout.storage.base import ObjectInfo, Store
 
 _DOCUMENT = re.compile(r"([0-9a-f]{32})/namespace\.json")
@@ -32,7 +35,10 @@ _DOCUMENT = re.compile(r"([0-9a-f]{32})/namespace\.json")
 
 @dataclass(frozen=True)
 class OpenNamespace:
-    """A namespace and what reads and writes it. digest: 32 bytes, of the identity."""
+    """A namespace and what reads and writes it. digest: 32 bytes, of the identity.
+
+    Objects are plain where they come in and go out, in whatever codec the store has them.
+    """
 
     store: Store
     document: NamespaceDocument
@@ -58,6 +64,15 @@ class OpenNamespace:
     def layouts(self) -> tuple[ChunkLayout, ...]:
         """Of each group."""
         return tuple(self.layout(index) for index in range(len(self.identity.geometry.groups)))
+
+    @cached_property
+    def codec(self) -> Codec:
+        """How its objects are stored."""
+        return make_codec(self.document.storage.codec, self.hasher)
+
+    @cached_property
+    def _plain(self) -> Store:
+        return plain_store(self.store, self.name, self.layouts, self.codec)
 
     def layout(self, group: int) -> ChunkLayout:
         """Of one group; GeometryError if there is none."""
@@ -85,7 +100,7 @@ class OpenNamespace:
         layout, name = self.layout(group), self.object_name(key, group)
         start = layout.data_start
         try:
-            data = self.store.get_range(name, start, layout.extras_range.stop - start)
+            data = self._plain.get_range(name, start, layout.extras_range.stop - start)
         except StorageError as error:
             raise as_damage(error, name) from None
         chunk = read_chunk_id(bytes(start) + data, layout, self.digest)
@@ -101,7 +116,7 @@ class OpenNamespace:
         layout, name = self.layout(group), self.object_name(key, group)
         view = memoryview(bytearray(layout.nbytes) if buf is None else buf).cast("B")[: layout.nbytes]
         try:
-            length = self.store.get_into(name, view)
+            length = self._plain.get_into(name, view)
         except StorageError as error:
             raise as_damage(error, name) from None
         try:
@@ -109,6 +124,32 @@ class OpenNamespace:
         except FormatError as error:
             raise error.at(name) from None
         return view
+
+    def read_stored(self, key: bytes, group: int) -> Buffer:
+        """The bytes of an object as they are stored, verified. Raises as `read`."""
+        layout, name = self.layout(group), self.object_name(key, group)
+        try:
+            stored = self.store.get(name, max_bytes=self.codec.most_bytes(layout))
+        except StorageError as error:
+            raise as_damage(error, name) from None
+        try:
+            self.verified(stored, key, group)
+        except FormatError as error:
+            raise error.at(name) from None
+        return stored
+
+    def verified(self, stored: Buffer, key: bytes, group: int) -> memoryview:
+        """The plain object of stored bytes. Raises FormatError."""
+        layout = self.layout(group)
+        plain = self.codec.unpack(stored, layout)
+        verify(plain, layout, self.digest, key, self.hasher)
+        return plain
+
+    def write(self, key: bytes, group: int, plain: Buffer) -> int:
+        """Store a sealed object; the bytes that it takes there."""
+        data = self.codec.pack(plain, self.layout(group))
+        self.store.put(self.object_name(key, group), data)
+        return len(data)
 
 
 def names(store: Store) -> list[str]:
@@ -120,13 +161,14 @@ def names(store: Store) -> list[str]:
 def open_namespace(store: Store, name: str, secret: bytes | None = None) -> OpenNamespace:
     """The namespace of that name. A secret that it does not use is ignored.
 
-    Raises NotFound; FormatError if namespace.json is damaged; ConfigError if it needs a secret and has another or none.
+    Raises NotFound; FormatError if namespace.json is damaged; ConfigError if it needs a secret and has another or none,
+    or if what its codec needs is not installed.
     """
     try:
         document = read_document(store, name)
     except FormatError as error:
         raise error.at(f"{store.url}: {error.where}") from None
-    return OpenNamespace(store, document, hasher_of(document, secret), document.identity.digest())
+    return unwritten(store, document, secret)
 
 
 def choose_namespace(store: Store, wanted: str | None, secret: bytes | None = None) -> OpenNamespace:
@@ -141,22 +183,33 @@ def choose_namespace(store: Store, wanted: str | None, secret: bytes | None = No
     raise ConfigError(f"{store.url}: {which}, name one: {', '.join((fitting or there)[:20])}")
 
 
-def begin_namespace(store: Store, identity: Identity, secret: bytes | None, model: str) -> OpenNamespace:
+def begin_namespace(
+    store: Store, identity: Identity, secret: bytes | None, model: str, codec: str | None = None
+) -> OpenNamespace:
     """The identity's namespace, written if it is not there, with keyed digests if there is a secret.
 
-    Raises as `open_namespace`, and NamespaceMismatch if it is there without keyed digests although there is a secret.
+    codec: that it must have; None for that which it has, or the codec none. Raises as `open_namespace`, and
+    NamespaceMismatch if it is there in another codec, or without keyed digests although there is a secret.
     """
-    document = new_document(identity, secret, model)
+    document = new_document(identity, secret, model, codec or CODEC_NONE)
     found = begin_copy(store, document, secret)
+    if codec is not None:
+        check_codec_of(found, codec)
     if secret is not None and found.hasher.key_id is None:
         raise NamespaceMismatch("storage.digest", document.storage.digest, found.document.storage.digest)
     return found
 
 
-def new_document(identity: Identity, secret: bytes | None, model: str) -> NamespaceDocument:
+def check_codec_of(namespace: OpenNamespace, codec: str) -> None:
+    """NamespaceMismatch if the namespace has another codec."""
+    if namespace.codec.name != codec:
+        raise NamespaceMismatch("storage.codec", codec, namespace.codec.name)
+
+
+def new_document(identity: Identity, secret: bytes | None, model: str, codec: str = CODEC_NONE) -> NamespaceDocument:
     """What a new namespace of this identity says of itself."""
     hasher = make_hasher(None, secret)
-    return NamespaceDocument(identity, StorageFacts(hasher.name, hasher.key_id), model)
+    return NamespaceDocument(identity, StorageFacts(hasher.name, hasher.key_id, codec), model)
 
 
 def begin_copy(store: Store, document: NamespaceDocument, secret: bytes | None) -> OpenNamespace:
@@ -170,18 +223,21 @@ def begin_copy(store: Store, document: NamespaceDocument, secret: bytes | None) 
 
 
 def unwritten(store: Store, document: NamespaceDocument, secret: bytes | None) -> OpenNamespace:
-    """A namespace that is not there yet."""
+    """A namespace as its document has it, whether it is there or not. Raises ConfigError as `open_namespace`."""
+    require(document.storage.codec)
     return OpenNamespace(store, document, hasher_of(document, secret), document.identity.digest())
 
 
-def check_same_storage(store: Store, document: NamespaceDocument) -> None:
-    """NamespaceMismatch if the namespace is in the store, but with another digest, secret or codec."""
+def check_same_digests(store: Store, document: NamespaceDocument) -> None:
+    """NamespaceMismatch if the namespace is in the store, but with another digest or secret. Its codec may differ."""
     name = document.identity.namespace
     try:
         found = fetch_document(store, name)
     except NotFound:
         return
-    check_document(found, document.to_bytes(), name)
+    codec = parse_namespace_document(found, name).storage.codec
+    ours = replace(document, storage=replace(document.storage, codec=codec))
+    check_document(found, ours.to_bytes(), name)
 
 
 def as_damage(error: StorageError, name: str) -> StorageError | FormatError:

@@ -55,7 +55,7 @@ class Links:
 
 def read_links(store: Store, namespace: Namespace, jobs: int = 8, progress: Progress = silent) -> Links:
     """Token ids, parent and extras of every chunk: one small ranged read each. Cells are not read."""
-    layouts = namespace.layouts()
+    layouts, plain = namespace.layouts(), namespace.plain(store)
     digest = namespace.known().identity.digest()
     chunks = [
         next((one for one in objects if one.group < len(layouts)), None)
@@ -65,7 +65,7 @@ def read_links(store: Store, namespace: Namespace, jobs: int = 8, progress: Prog
     links = Links()
 
     def read(stored: Stored) -> ChunkId | None:
-        return read_id(store, layouts[stored.group], digest, stored)
+        return read_id(plain, layouts[stored.group], digest, stored)
 
     for done, (stored, chunk) in enumerate(zip(wanted, in_order(read, wanted, jobs), strict=True), 1):
         if chunk is None:
@@ -77,7 +77,7 @@ def read_links(store: Store, namespace: Namespace, jobs: int = 8, progress: Prog
 
 
 def read_id(store: Store, layout: ChunkLayout, digest: bytes, stored: Stored) -> ChunkId | None:
-    """What an object says it is; None if that is not what its name says, or it is gone."""
+    """What an object says it is; None if that is not what its name says, or it is gone. store: of plain objects."""
     span = range(layout.tokens_range.start, layout.extras_range.stop)
     try:
         data = store.get_range(stored.name, span.start, len(span))

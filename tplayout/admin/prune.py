@@ -139,7 +139,7 @@ def _last_uses(store: Store, catalog: Catalog) -> dict[str, float]:
 
 def _chunks(store: Store, namespace: Namespace, used: dict[str, float], jobs: int, progress: Progress) -> list[_Chunk]:
     """The chunks of a namespace, each with its parent; None where no object tells."""
-    layouts, digest = namespace.layouts(), namespace.known().identity.digest()
+    layouts, plain, digest = namespace.layouts(), namespace.plain(store), namespace.known().identity.digest()
     chunks = []
     for key, objects in by_key(namespace.objects).items():
         written = max((stored.modified or 0.0) for stored in objects)
@@ -149,7 +149,7 @@ def _chunks(store: Store, namespace: Namespace, used: dict[str, float], jobs: in
     def parent(chunk: _Chunk) -> bytes | None:
         for stored in chunk.objects:
             if stored.group < len(layouts):
-                found = read_id(store, layouts[stored.group], digest, stored)
+                found = read_id(plain, layouts[stored.group], digest, stored)
                 if found is not None:
                     return found.parent
         return None

@@ -7,7 +7,7 @@ they mean the same in a chunk of another size.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tplayout.admin.chains import build_index
@@ -19,15 +19,19 @@ from tplayout.admin.values import Converter, Losses, converted_group, converter,
 from tplayout.errors import ConfigError, FormatError, GeometryError, NotFound
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
-from tplayout.format.keys import NO_EXTRAS, ChunkId
+from tplayout.format.keys import NO_EXTRAS, ChunkId, namespace_object
 from tplayout.storage.base import Store
 
 
 @dataclass
 class Rechunked(Report):
-    """A report with what the change of dtype cost, by group name."""
+    """A report with what the change of dtype cost, by group name.
+
+    read: bytes in the source of each object that was read, by name.
+    """
 
     losses: dict[str, Losses] = field(default_factory=dict)
+    read: dict[str, int] = field(default_factory=dict)
 
 
 def changed_identity(identity: Identity, chunk_tokens: int | None = None, dtype: str | None = None) -> Identity:
@@ -57,11 +61,13 @@ def rechunk(
     jobs: int = 1,
     progress: Progress = silent,
     dry_run: bool = False,
+    codec: str | None = None,
 ) -> Rechunked:
     """The prefixes of a namespace as chunks of `identity`, see `changed_identity`. A job holds two chunks.
 
     lossy: whether precision may be lost; what it cost is measured and reported. keys: last chunks of the prefixes, None
-    for all. Raises ConfigError if precision would be lost and may not.
+    for all. codec: that the target must have; None for that which it has, or the source's. Raises ConfigError if
+    precision would be lost and may not, NamespaceMismatch if the target is there in another codec.
     """
     pairs = list(zip(origin.identity.geometry.groups, identity.geometry.groups, strict=True))
     for old, new in pairs:
@@ -70,7 +76,8 @@ def rechunk(
                 f"group {old.name!r}: {old.dtype} to {new.dtype} loses precision: add --lossy to allow it, and the "
                 "error is measured"
             )
-    target = target_namespace(store, identity, secret, origin.document.model, dry_run)
+    begun = codec or (None if _exists(store, identity) else origin.codec.name)
+    target = target_namespace(store, identity, secret, origin.document.model, dry_run, begun)
     report = Rechunked(namespace=target.name)
     converters = [converter(old, new) for old, new in pairs]
     report.losses = {
@@ -86,12 +93,18 @@ def rechunk(
         if extras is None:
             report.skipped[path[-1].hex()] = "its extras cannot be carried over to chunks of another size"
             continue
-        source = _Chunks(origin, chunks, converters, report)
+        sizes = [{group: info.size for group, info in index.chunks[key].objects.items()} for key in path]
+        source = _Chunks(origin, chunks, sizes, converters, report)
         ids = chain_of_digests(target.digest, tokens, extras, target.chunk_tokens)
         report.tally.add(store_prefix(source, ids, target, jobs, progress, dry_run))
         report.prefixes += 1
         report.rest += len(tokens) % target.chunk_tokens
+    report.bytes_read = sum(report.read.values())
     return report
+
+
+def _exists(store: Store, identity: Identity) -> bool:
+    return store.exists([namespace_object(identity.namespace)])[0]
 
 
 def carried_extras(chunks: Sequence[ChunkId], chunk_tokens: int) -> list[bytes] | None:
@@ -114,10 +127,17 @@ class _Chunks:
     """A stored prefix as a `Source` for chunks of another size and dtype. Each thread keeps the object it read last."""
 
     def __init__(
-        self, origin: OpenNamespace, chunks: Sequence[ChunkId], converters: Sequence[Converter], report: Rechunked
+        self,
+        origin: OpenNamespace,
+        chunks: Sequence[ChunkId],
+        sizes: Sequence[Mapping[int, int]],
+        converters: Sequence[Converter],
+        report: Rechunked,
     ) -> None:
+        """sizes: of each chunk's objects as they are stored, by group."""
         self._origin = origin
         self._chunks = chunks
+        self._sizes = sizes
         self._converters = converters
         self._report = report
         self._held = threading.local()
@@ -154,4 +174,6 @@ class _Chunks:
                 self._report.tally.damaged[error.where] = str(error)
                 return None
             self._held.place = (number, group)
+            name = self._origin.object_name(self._chunks[number].key, group)
+            self._report.read[name] = self._sizes[number].get(group, 0)
         return cells_of(self._held.buf, self._origin.layout(group))

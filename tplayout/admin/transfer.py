@@ -119,8 +119,7 @@ def store_prefix(
         if not source.fill(group, span, cells_of(buf, layout)):
             return Tally(absent=1)
         seal(buf, layout, target.digest, chunk, target.hasher)
-        target.store.put(target.object_name(chunk.key, group), buf)
-        return Tally(written=1, nbytes=layout.nbytes)
+        return Tally(written=1, nbytes=target.write(chunk.key, group, buf))
 
     return _count(one, places, jobs, progress)
 

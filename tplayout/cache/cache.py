@@ -14,7 +14,9 @@ from os import PathLike
 from typing import Any
 
 from tplayout.cache.arrays import as_bits, check_kind, from_bits, read_cells, write_cells
+from tplayout.cache.codec import make_codec
 from tplayout.cache.namespace import open_namespace
+from tplayout.cache.packing import plain_store
 from tplayout.cache.prefix import Place, Prefix, servable
 from tplayout.errors import (
     ConfigError,
@@ -30,7 +32,7 @@ from tplayout.format.digest import CellHasher
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
 from tplayout.format.keys import ChunkId, Extras, chain, object_name
-from tplayout.format.layout import ChunkLayout, chunk_layout
+from tplayout.format.layout import CODEC_NONE, ChunkLayout, chunk_layout
 from tplayout.format.sharding import Shard, check_cover, whole
 from tplayout.storage.base import Store
 
@@ -44,13 +46,17 @@ _TOUCH_S = 1.0  # noting use must not hold up who uses it
 class Cache:
     """The chunks of one identity. `Cache.open` makes one; calls raise StorageError when the store fails them."""
 
-    def __init__(self, store: Store, identity: Identity, hasher: CellHasher, owned: bool = False) -> None:
-        """hasher: of the namespace that exists. owned: `close` closes the store too."""
+    def __init__(
+        self, store: Store, identity: Identity, hasher: CellHasher, owned: bool = False, codec: str = CODEC_NONE
+    ) -> None:
+        """hasher, codec: of the namespace that exists. owned: `close` closes the store too."""
         self.store = store
         self.identity = identity
         self._hasher = hasher
         self._owned = owned
         self._digest = identity.digest()
+        layouts = [self._layout(index) for index in range(len(self.geometry.groups))]
+        self._objects = plain_store(store, self.namespace, layouts, make_codec(codec, hasher))
 
     @classmethod
     def open(
@@ -62,12 +68,14 @@ class Cache:
         create: bool = True,
         model: str = "",
         storage_options: Mapping[str, Any] | None = None,
+        codec: str = CODEC_NONE,
     ) -> Cache:
         """Open the identity's namespace in a store or at a URL, and begin it if it is not there.
 
         secret: makes the cells' digests authentication; every user of the namespace needs it. create: whether a
         missing namespace is begun (namespace.json is written) or raises NotFound. model: a name for people, kept
-        when the namespace is begun. Digest and codec of a namespace that exists are adopted.
+        when the namespace is begun. codec: how its objects are stored, "none" or "shuffle-zstd" (which needs
+        `pip install 'tplayout[zstd]'`), if it is begun. Digest and codec of a namespace that exists are adopted.
 
         Raises FormatError wrong-secret when the namespace has another secret, or one where none is given, or none
         where one is; NamespaceMismatch naming the field if the document there is another identity's.
@@ -75,12 +83,14 @@ class Cache:
         if isinstance(store, Store):
             if storage_options is not None:
                 raise ConfigError("storage_options go with a URL; this store is open already")
-            return cls(store, identity, open_namespace(store, identity, secret, create, model))
+            hasher, codec = open_namespace(store, identity, secret, create, model, codec)
+            return cls(store, identity, hasher, codec=codec)
         from tplayout.storage.url import open_store
 
         opened = open_store(store, storage_options)
         try:
-            return cls(opened, identity, open_namespace(opened, identity, secret, create, model), owned=True)
+            hasher, codec = open_namespace(opened, identity, secret, create, model, codec)
+            return cls(opened, identity, hasher, owned=True, codec=codec)
         except BaseException:
             opened.close()
             raise
@@ -152,14 +162,14 @@ class Cache:
                 seal(buf, layout, self._digest, chunk, self._hasher)
             except FormatError as error:
                 raise error.at(name) from None
-            self.store.put(name, buf)
+            self._objects.put(name, buf)
 
     def get(self, chunk: ChunkId, shard: Shard | None = None, group: int | str = 0, as_: str = "numpy") -> Any:
         """A shard of a stored chunk (None: all of the group), verified, as "numpy" or "torch", in memory of its own.
 
-        Reads the shard's bytes only. Shape and dtype as in `put`; bfloat16 and float8 are ml_dtypes' in numpy. Raises
-        NotFound if it is not stored, FormatError if it is damaged or misplaced, GeometryError for a shard or group
-        that the geometry does not have.
+        Reads the shard's bytes only (with a codec also the tables that say where they are). Shape and dtype as in
+        `put`; bfloat16 and float8 are ml_dtypes' in numpy. Raises NotFound if it is not stored, FormatError if it is
+        damaged or misplaced, GeometryError for a shard or group that the geometry does not have.
         """
         check_kind(as_)
         index = self._index(group)
@@ -226,7 +236,7 @@ class Cache:
 
     def _read(self, name: str, span: range) -> bytes:
         try:
-            return self.store.get_range(name, span.start, len(span))
+            return self._objects.get_range(name, span.start, len(span))
         except StorageError as error:
             raise _as_damage(error, name) from None
 
@@ -236,7 +246,7 @@ class Cache:
         buf = memoryview(bytearray(layout.nbytes))
         try:
             try:
-                length = self.store.get_into(name, buf)
+                length = self._objects.get_into(name, buf)
             except StorageError as error:
                 raise _as_damage(error, name) from None
             verify(buf[:length], layout, self._digest, chunk.key, self._hasher)

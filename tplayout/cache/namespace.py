@@ -3,6 +3,7 @@
 The name for people in namespace.json does not count: servers of the same weights under other names share.
 """
 
+from tplayout.cache.codec import require
 from tplayout.errors import FormatError, NamespaceMismatch, NotFound, Reason, StorageError, StorageErrorKind
 from tplayout.format.canonical import parse_json
 from tplayout.format.digest import CellHasher, make_hasher
@@ -14,6 +15,7 @@ from tplayout.format.identity import (
     parse_namespace_document,
 )
 from tplayout.format.keys import namespace_object
+from tplayout.format.layout import CODEC_NONE
 from tplayout.storage.base import Store
 
 # Of a namespace.json that is not damaged, but as another server, or another version, wants it.
@@ -77,25 +79,31 @@ def check_document(found: bytes, document: bytes, namespace: str) -> StorageFact
     return _agree(ours, _parse(found, ours.identity))
 
 
-def open_namespace(store: Store, identity: Identity, secret: bytes | None, create: bool, model: str) -> CellHasher:
-    """The hasher of the namespace: of the one that exists, else of a new one that is written if `create` is set.
+def open_namespace(
+    store: Store, identity: Identity, secret: bytes | None, create: bool, model: str, codec: str = CODEC_NONE
+) -> tuple[CellHasher, str]:
+    """Hasher and codec of the namespace: of the one that exists, else of a new one that is written if `create` is set.
 
-    Raises as `read_namespace`; FormatError wrong-secret if the secret is not the namespace's, in either direction;
+    codec: of a new one. Raises ConfigError for one that is not known, or whose library is not installed;
+    as `read_namespace`; FormatError wrong-secret if the secret is not the namespace's, in either direction;
     NotFound if there is none and it is not to be created.
     """
     name = namespace_object(identity.namespace)
     found = read_namespace(store, identity)
     if found is not None:
         try:
-            return make_hasher(found.storage.digest, secret, found.storage.key_id)
+            hasher = make_hasher(found.storage.digest, secret, found.storage.key_id)
         except FormatError as error:
             raise error.at(f"{store.url}: {name}") from None
+        require(found.storage.codec)
+        return hasher, found.storage.codec
     if not create:
         raise NotFound(f"{store.url}: {name}: nothing is stored for this identity (create=True begins a namespace)")
     hasher = make_hasher(None, secret)
-    facts = StorageFacts(hasher.name, hasher.key_id)
+    require(codec)
+    facts = StorageFacts(hasher.name, hasher.key_id, codec)
     store.put(name, NamespaceDocument(identity, facts, model).to_bytes())
-    return hasher
+    return hasher, codec
 
 
 def _parse(data: bytes, identity: Identity) -> NamespaceDocument:

@@ -37,6 +37,7 @@ from tplayout.cli.sides import (
     selection_options,
 )
 from tplayout.errors import ConfigError
+from tplayout.format.layout import CODECS
 
 if TYPE_CHECKING:
     from tplayout.admin.convert import Report
@@ -46,9 +47,10 @@ DTYPES = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 EPILOG = """\b
 JSON: {"from", "to", "namespace", "prefixes", "objects_written", "objects_present",
-  "objects_absent", "files_written", "files_present", "bytes", "rest_tokens", "skipped":
-  {name: reason}, "damaged": {object: reason}, "losses": {group: {"max", "mean",
-  "largest_value", "values", "clamped"}}, "dry_run"}
+  "objects_absent", "files_written", "files_present", "bytes", "bytes_read", "rest_tokens",
+  "skipped": {name: reason}, "damaged": {object: reason}, "losses": {group: {"max", "mean",
+  "largest_value", "values", "clamped"}}, "dry_run"}. bytes_read, of a store into a store:
+  what the objects that were read take in SRC.
 """
 
 
@@ -60,6 +62,7 @@ JSON: {"from", "to", "namespace", "prefixes", "objects_written", "objects_presen
 @click.option("--pp-partition", metavar="N,N,…", help="Layers of each stage; without it as vLLM splits them.")
 @click.option("--chunk-tokens", type=click.IntRange(1, 65536), help="Write chunks of this size.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Write KV of this dtype.")
+@click.option("--codec", type=click.Choice(CODECS), help="Keep the objects in DST so.")
 @click.option("--lossy", is_flag=True, help="Allow a dtype that loses precision; the error is measured and printed.")
 @click.option(
     "--model",
@@ -92,7 +95,7 @@ def command(source: str, destination: str, as_json: bool, **options: Any) -> int
     SRC                        DST
     per-rank shards            a store: one directory a prefix, any TP and PP size
     a store, with --tp         per-rank shards of that TP size
-    a store                    a store with another --chunk-tokens or --dtype
+    a store                    a store with another --chunk-tokens, --dtype or --codec
     vLLM's tier                a store; with --tp the tier of that TP size
     a store, --engine-config   vLLM's tier, of the server which wrote that config.json
     ExampleConnector, LMCache  a store
@@ -119,15 +122,19 @@ def _convert(source: str, destination: str, options: dict[str, Any], tick: Any) 
     sets = find_shard_sets(local_path(source)) if is_local(source) else []
     to_shards = options["tp"] is not None
     if options["engine_config"] is not None:
+        _refuse(options, "a store to vLLM's tier", "codec")
         return ("store", "vllm-tier"), convert_to_tier(source, destination, options, tick)
     if options["transformers"]:
+        _refuse(options, "a store to a file for transformers", "codec")
         return ("store", "transformers"), convert_to_transformers(source, destination, options, tick)
     if is_local(source) and local_path(source).is_file():
-        _refuse(options, "a file for transformers", "tp", "lossy", "prefixes", "token_files", "namespace", "salt")
+        _refuse(
+            options, "a file for transformers", "codec", "tp", "lossy", "prefixes", "token_files", "namespace", "salt"
+        )
         return ("transformers", "store"), convert_transformers(source, destination, options, tick)
     peer = None if sets else kind_of(source)
     if peer is not None:
-        _refuse(options, "other caches' files", "lossy", "prefixes", "namespace", "salt")
+        _refuse(options, "other caches' files", "codec", "lossy", "prefixes", "namespace", "salt")
         return convert_peer(peer, source, destination, options, tick)
     if sets and to_shards:
         raise ConfigError("SRC holds per-rank shards: convert them into a store first, and that to --tp")
@@ -135,10 +142,10 @@ def _convert(source: str, destination: str, options: dict[str, Any], tick: Any) 
         return ("shards", "store"), _from_shards(sets, source, destination, options, tick)
     if to_shards:
         return ("store", "shards"), _to_shards(source, destination, options, tick)
-    if options["chunk_tokens"] is None and options["dtype"] is None:
+    if options["chunk_tokens"] is None and options["dtype"] is None and options["codec"] is None:
         raise ConfigError(
-            f"{source}: no per-rank shards here. For a store say what to make of it: --tp, --chunk-tokens or --dtype; "
-            "`tplayout cp` copies it as it is"
+            f"{source}: no per-rank shards here. For a store say what to make of it: --tp, --chunk-tokens, --dtype or "
+            "--codec; `tplayout cp` copies it as it is"
         )
     return ("store", "store"), _to_store(source, destination, options, tick)
 
@@ -146,7 +153,9 @@ def _convert(source: str, destination: str, options: dict[str, Any], tick: Any) 
 def _from_shards(sets: Sequence[Path], source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
     from tplayout.admin.convert import import_shards
 
-    _refuse(options, "shards to a store", "chunk_tokens", "dtype", "lossy", "prefixes", "token_files", "namespace")
+    _refuse(
+        options, "shards to a store", "codec", "chunk_tokens", "dtype", "lossy", "prefixes", "token_files", "namespace"
+    )
     with open_destination(
         destination, options["storage_options"], options["dst_storage_options"], options["timeout"], source
     ) as store:
@@ -180,7 +189,7 @@ def _to_shards(source: str, destination: str, options: dict[str, Any], tick: Any
     from tplayout.admin.namespaces import choose_namespace
     from tplayout.admin.selection import read_token_file, selected
 
-    _refuse(options, "a store to shards", "chunk_tokens", "dtype", "lossy", "model")
+    _refuse(options, "a store to shards", "codec", "chunk_tokens", "dtype", "lossy", "model")
     if not is_local(destination):
         raise ConfigError(f"DST {destination}: per-rank shards are written to a local directory")
     prompts = [read_token_file(path) for path in options["token_files"]]
@@ -204,6 +213,7 @@ def _to_shards(source: str, destination: str, options: dict[str, Any], tick: Any
 
 def _to_store(source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
     from tplayout.admin.chains import build_index
+    from tplayout.admin.copy import recode
     from tplayout.admin.namespaces import choose_namespace
     from tplayout.admin.rechunk import changed_identity, rechunk
     from tplayout.admin.selection import read_token_file, selected
@@ -220,17 +230,11 @@ def _to_store(source: str, destination: str, options: dict[str, Any], tick: Any)
         keys = None
         if options["prefixes"] or prompts:
             keys = selected(build_index(origin), options["prefixes"], prompts, options["salt"])
-        return rechunk(
-            origin,
-            target,
-            identity,
-            options["lossy"],
-            options["secret"],
-            keys,
-            options["jobs"],
-            tick,
-            options["dry_run"],
-        )
+        rest = (options["secret"], keys, options["jobs"], tick, options["dry_run"])
+        if options["chunk_tokens"] is None and options["dtype"] is None:
+            _refuse(options, "--codec alone", "lossy")
+            return recode(origin, target, options["codec"], *rest)
+        return rechunk(origin, target, identity, options["lossy"], *rest, codec=options["codec"])
 
 
 def _partition(text: str | None) -> list[int] | None:
@@ -263,6 +267,7 @@ def _document(kind: tuple[str, str], report: Report, dry_run: bool) -> dict[str,
         "files_written": report.files_written,
         "files_present": report.files_present,
         "bytes": report.tally.nbytes,
+        "bytes_read": report.bytes_read,
         "rest_tokens": report.rest,
         "skipped": report.skipped,
         "damaged": report.tally.damaged,
@@ -286,9 +291,10 @@ def _show(report: Report, dry_run: bool) -> None:
         say(f"{report.prefixes} prefixes: {would} {report.files_written} files, {report.files_present} were there")
     else:
         tally = report.tally
+        before = f", {size(report.bytes_read)} before" if report.bytes_read and not dry_run else ""
         say(
             f"{report.prefixes} prefixes into namespace {report.namespace}: {would} {tally.written} objects "
-            f"({size(tally.nbytes)}), {tally.present} were there"
+            f"({size(tally.nbytes)}{before}), {tally.present} were there"
         )
         if tally.absent:
             say(f"{tally.absent} objects are not to be had: SRC does not hold these windows any more")

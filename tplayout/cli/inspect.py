@@ -25,7 +25,7 @@ from tplayout.cli.common import (
 from tplayout.cli.describe import group_json, group_shape, namespace_json
 from tplayout.errors import ConfigError
 from tplayout.format.keys import NO_EXTRAS, ROOT
-from tplayout.format.layout import ChunkLayout
+from tplayout.format.layout import CODEC_NONE, ChunkLayout
 
 _EPILOG = """\b
 JSON:
@@ -151,7 +151,8 @@ def _print_namespace(space: Namespace) -> None:
     for group, layout in zip(identity.geometry.groups, space.layouts(), strict=True):
         window = f", window {group.window}" if group.window else ""
         say(f"  group {layout.group_index}       {group.name}: {group.dtype} {group_shape(group)}{window}")
-        say(f"                objects of {size(layout.nbytes)}, cells of {size(layout.cell_bytes)}")
+        plain = "" if facts.codec == CODEC_NONE else ", before they are packed"
+        say(f"                objects of {size(layout.nbytes)}{plain}, cells of {size(layout.cell_bytes)}")
     for name, value in sorted(identity.config.items()):
         say(f"  config        {name} = {value}")
 
@@ -179,7 +180,7 @@ def _chunk_json(opened: Opened, found: list[Cell]) -> dict[str, Any]:
     chunk, layout, fault = opened.chunk, opened.layout, opened.fault
     return {
         "object": opened.name,
-        "bytes": len(opened.data),
+        "bytes": opened.size,
         "modified": moment(opened.modified),
         "namespace": opened.space.name,
         "key": opened.key.hex(),
@@ -194,7 +195,7 @@ def _chunk_json(opened: Opened, found: list[Cell]) -> dict[str, Any]:
         "tokens": None if chunk is None else list(chunk.tokens),
         "digest": layout.digest_name,
         "key_id": layout.key_id,
-        "codec": "none",
+        "codec": opened.codec,
         "layout": _layout_json(layout),
         "cells": [{"head": one.head, "layer": one.layer, "digest": one.digest.hex(), "ok": one.ok} for one in found],
         "siblings": list(opened.siblings),
@@ -231,8 +232,9 @@ def _print_chunk(opened: Opened, found: list[Cell], list_tokens: bool) -> None:
     say(f"  object    {opened.name}")
     say(f"  namespace {opened.space.name}{_model(opened.space)}")
     say(f"  group     {layout.group_index} {layout.group.name}: {layout.group.dtype} {group_shape(layout.group)}")
+    whole = "layout" if opened.codec == CODEC_NONE else "plain"
     say(
-        f"  bytes     {len(opened.data)} (layout: {layout.nbytes}; header {layout.data_start}, "
+        f"  bytes     {opened.size} ({whole}: {layout.nbytes}; header {layout.data_start}, "
         f"a head {layout.section_bytes}, a cell {layout.cell_bytes})"
     )
     if chunk is not None:
@@ -241,7 +243,7 @@ def _print_chunk(opened: Opened, found: list[Cell], list_tokens: bool) -> None:
         say(f"  parent    {'none: it begins a prefix' if chunk.parent == ROOT else chunk.parent.hex()}")
         say(f"  extras    {'none' if chunk.extras == NO_EXTRAS else f'{chunk.extras.hex()} (adapter, items or salt)'}")
         say(f"  tokens    {' '.join(map(str, shown))}{dots}")
-    say(f"  digests   {layout.digest_name}{f', secret {layout.key_id}' if layout.key_id else ''}; codec none")
+    say(f"  digests   {layout.digest_name}{f', secret {layout.key_id}' if layout.key_id else ''}; codec {opened.codec}")
     damaged = [one for one in found if one.ok is False]
     missing = layout.group.heads * len(layout.group.layers) - len(found)
     say(f"  cells     {len(found)}, {len(damaged)} damaged" + (f", {missing} cut off" if missing else ""))

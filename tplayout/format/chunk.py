@@ -26,6 +26,8 @@ __all__ = [
     "piece",
     "read_chunk_id",
     "seal",
+    "stated_fault",
+    "tensor_fault",
     "verify",
     "verify_shard",
     "write_digests",
@@ -193,7 +195,12 @@ def _check_hasher(layout: ChunkLayout, hasher: CellHasher) -> None:
 def _header_fault(view: memoryview, layout: ChunkLayout) -> FormatError:
     """Why a header is not the expected one. Returns, or raises, the error."""
     header = parse_header(view, len(view))
-    theirs = layout_of(header)
+    fault = stated_fault(layout_of(header), layout)
+    return tensor_fault(header, parse_header(layout.header, layout.nbytes)) if fault is None else fault
+
+
+def stated_fault(theirs: ChunkLayout, layout: ChunkLayout) -> FormatError | None:
+    """In what a header states another layout than this; None if it does not."""
     for reason, field in (
         (Reason.WRONG_DIGEST, "digest_name"),
         (Reason.WRONG_SECRET, "key_id"),
@@ -207,10 +214,11 @@ def _header_fault(view: memoryview, layout: ChunkLayout) -> FormatError:
         return FormatError(Reason.WRONG_GROUP, f"{theirs.group.name!r}, must be {layout.group.name!r}")
     if theirs.group != layout.group:
         return FormatError(Reason.WRONG_GEOMETRY, f"group {layout.group.name!r} is laid out differently")
-    return _tensor_fault(header, parse_header(layout.header, layout.nbytes))
+    return None
 
 
-def _tensor_fault(header: Header, wanted: Header) -> FormatError:
+def tensor_fault(header: Header, wanted: Header) -> FormatError:
+    """Why a header that states the right layout has other bytes than the right one."""
     missing = wanted.tensors.keys() ^ header.tensors.keys()
     if missing:
         return FormatError(Reason.BAD_TENSOR, f"missing or unknown tensors {sorted(missing)[:4]}"[:400])

@@ -15,7 +15,7 @@ from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
 from tplayout.format.canonical import canonical_json, parse_json
 from tplayout.format.digest import KEYED, digest_bytes
 from tplayout.format.geometry import Geometry
-from tplayout.format.layout import CODEC_NONE, FORMAT_VERSION
+from tplayout.format.layout import CODEC_NONE, FORMAT_VERSION, check_codec
 
 MAX_DOCUMENT_BYTES = 4 * 2**20
 ABSENT = "<absent>"
@@ -137,7 +137,7 @@ class NamespaceDocument:
 
 
 def namespace_document(identity: Identity, storage: Mapping[str, Any], model: str) -> bytes:
-    """Bytes of namespace.json. storage: {"digest": name, "key_id": str or None, "codec": "none"}."""
+    """Bytes of namespace.json. storage: {"digest": name, "key_id": str or None, "codec": name}."""
     return NamespaceDocument(identity, StorageFacts(**storage), model).to_bytes()
 
 
@@ -171,8 +171,7 @@ def _storage_facts(value: Any) -> StorageFacts:
     digest, key_id, codec = value["digest"], value["key_id"], value["codec"]
     if not isinstance(digest, str) or not isinstance(codec, str):
         _bad("storage digest and codec must be text")
-    if codec != CODEC_NONE:
-        raise FormatError(Reason.UNSUPPORTED_CODEC, f"{codec[:100]!r}, known is {CODEC_NONE!r}")
+    check_codec(codec)
     digest_bytes(digest)
     is_id = isinstance(key_id, str) and len(key_id) == 16 and not key_id.strip("0123456789abcdef")
     if is_id != (digest == KEYED) or (key_id is not None and not is_id):

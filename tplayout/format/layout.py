@@ -20,6 +20,8 @@ from tplayout.format.sharding import Shard
 FORMAT_VERSION = 1
 ALIGN = 4096
 CODEC_NONE = "none"
+CODEC_SHUFFLE_ZSTD = "shuffle-zstd"
+CODECS = (CODEC_NONE, CODEC_SHUFFLE_ZSTD)
 MERGE_GAP = 65536  # reading this many unwanted bytes is cheaper than another request
 _TOKEN_BYTES = 4
 
@@ -144,11 +146,19 @@ def chunk_layout(geometry: Geometry, group_index: int, digest_name: str, key_id:
 
 
 def layout_of(header: Header) -> ChunkLayout:
-    """The layout that a chunk's header declares, for tools that have no geometry at hand.
+    """The layout that a plain chunk's header declares, for tools that have no geometry at hand.
 
-    Raises FormatError: not-a-chunk, wrong-version, unsupported-codec, unsupported-digest, bad-metadata.
+    Raises FormatError: not-a-chunk, wrong-version, wrong-codec, unsupported-codec, unsupported-digest, bad-metadata.
     That the header's bytes are this layout's is for `verify` to check.
     """
+    layout, codec = stated_layout(header)
+    if codec != CODEC_NONE:
+        raise FormatError(Reason.WRONG_CODEC, f"codec is {codec}, must be {CODEC_NONE}")
+    return layout
+
+
+def stated_layout(header: Header) -> tuple[ChunkLayout, str]:
+    """The layout of what a header's object holds, plain, and the codec that it is stored in. Raises as `layout_of`."""
     fields = header.metadata
     if "tplayout" not in fields:
         raise FormatError(Reason.NOT_A_CHUNK, "safetensors without tplayout metadata")
@@ -156,8 +166,8 @@ def layout_of(header: Header) -> ChunkLayout:
         wanted = f"this version reads {FORMAT_VERSION}"
         raise FormatError(Reason.WRONG_VERSION, f"format {fields['tplayout'][:20]!r}, {wanted}")
     codec = fields.get("codec")
-    if codec is not None and codec != CODEC_NONE:
-        raise FormatError(Reason.UNSUPPORTED_CODEC, f"{codec[:100]!r}, known is {CODEC_NONE!r}")
+    if codec is not None:
+        check_codec(codec)
     digest = fields.get("digest")
     if digest is not None:
         digest_bytes(digest)
@@ -169,9 +179,15 @@ def layout_of(header: Header) -> ChunkLayout:
         group = Group.from_json(parse_json(fields["group"].encode("utf-8"), MAX_HEADER_BYTES))
         chunk_tokens = _decimal(fields["chunk_tokens"], 1, MAX_CHUNK_TOKENS)
         index = _decimal(fields["group_index"], 0, MAX_GROUPS - 1)
-        return _layout(group, index, chunk_tokens, fields["digest"], fields.get("key_id"))
+        return _layout(group, index, chunk_tokens, fields["digest"], fields.get("key_id")), fields["codec"]
     except (GeometryError, FormatError, UnicodeEncodeError) as error:
         raise FormatError(Reason.BAD_METADATA, str(error)[:400]) from None
+
+
+def check_codec(name: str) -> None:
+    """FormatError unsupported-codec for a codec that this version does not know."""
+    if name not in CODECS:
+        raise FormatError(Reason.UNSUPPORTED_CODEC, f"{name[:100]!r}, known are {', '.join(CODECS)}")
 
 
 def _decimal(text: str, low: int, high: int) -> int:
@@ -188,20 +204,11 @@ def _layout(group: Group, group_index: int, chunk_tokens: int, digest_name: str,
         raise GeometryError(f"digest {digest_name} with key id {key_id!r}: {KEYED} has one, others none")
     if key_id is not None and (len(key_id) != 16 or key_id.strip("0123456789abcdef")):
         raise GeometryError(f"key id {key_id[:40]!r} is not 16 hex digits")
-    metadata = {
-        "tplayout": str(FORMAT_VERSION),
-        "chunk_tokens": str(chunk_tokens),
-        "codec": CODEC_NONE,
-        "digest": digest_name,
-        "group": canonical_json(group.to_json()).decode(),
-        "group_index": str(group_index),
-    }
-    if key_id is not None:
-        metadata["key_id"] = key_id
+    metadata = metadata_of(group, group_index, chunk_tokens, digest_name, key_id, CODEC_NONE)
     info = _align(_TOKEN_BYTES * chunk_tokens + 2 * KEY_BYTES)
     cell = group.cell_bytes(chunk_tokens)
     section = _align(len(group.layers) * (size + cell))
-    header = _header(metadata, _entries(group, chunk_tokens, size, info, section))
+    header = encode_header(metadata, _entries(group, chunk_tokens, size, info, section))
     start = len(header)
     return ChunkLayout(
         group,
@@ -216,6 +223,23 @@ def _layout(group: Group, group_index: int, chunk_tokens: int, digest_name: str,
         cell,
         header,
     )
+
+
+def metadata_of(
+    group: Group, group_index: int, chunk_tokens: int, digest_name: str, key_id: str | None, codec: str
+) -> dict[str, str]:
+    """`__metadata__` of an object."""
+    metadata = {
+        "tplayout": str(FORMAT_VERSION),
+        "chunk_tokens": str(chunk_tokens),
+        "codec": codec,
+        "digest": digest_name,
+        "group": canonical_json(group.to_json()).decode(),
+        "group_index": str(group_index),
+    }
+    if key_id is not None:
+        metadata["key_id"] = key_id
+    return metadata
 
 
 def _align(nbytes: int) -> int:
@@ -246,9 +270,10 @@ def _entries(group: Group, chunk_tokens: int, digest: int, info: int, section: i
     return entries
 
 
-def _header(metadata: dict[str, str], entries: dict[str, Any]) -> bytes:
+def encode_header(metadata: dict[str, str], entries: dict[str, Any], least: int = 0) -> bytes:
+    """The bytes before the data section, as few as are a multiple of ALIGN, `least` or more. Raises GeometryError."""
     text = json.dumps({"__metadata__": dict(sorted(metadata.items())), **entries}, separators=(",", ":"))
-    length = _align(LENGTH_BYTES + len(text)) - LENGTH_BYTES
+    length = max(least, _align(LENGTH_BYTES + len(text))) - LENGTH_BYTES
     if length > MAX_HEADER_BYTES:
         raise GeometryError(f"the header would have {length} bytes, at most {MAX_HEADER_BYTES}")
     return length.to_bytes(LENGTH_BYTES, "little") + text.encode("ascii").ljust(length)

@@ -29,7 +29,10 @@ _REMOVE = "remove that file, it is written anew then"
 
 @dataclass(frozen=True)
 class Bench:
-    """The fixed things of every job. namespace: 32 bytes; document: namespace.json, or empty."""
+    """The fixed things of every job. namespace: 32 bytes; document: namespace.json, or empty.
+
+    store: as one that holds plain objects, whatever their codec (`cache.packing`).
+    """
 
     store: Store
     region: Region

@@ -21,6 +21,8 @@ import threading
 import time
 import traceback
 
+from tplayout.cache.codec import make_codec, require
+from tplayout.cache.packing import plain_store
 from tplayout.errors import FormatError, TPLayoutError
 from tplayout.format.chunk import chunk_layout
 from tplayout.format.digest import make_hasher
@@ -278,10 +280,13 @@ def open_bench(config: Config, region_fd: int) -> io_jobs.Bench:
     hasher = make_hasher(config.digest, secret)
     geometry = Geometry.from_json(config.geometry)
     groups = range(len(geometry.groups))
+    layouts = tuple(chunk_layout(geometry, group, hasher.name, hasher.key_id) for group in groups)
+    require(config.codec)
+    store = open_store(config.url, config.storage_options, timeout_s=config.timeout_s)
     return io_jobs.Bench(
-        store=open_store(config.url, config.storage_options, timeout_s=config.timeout_s),
+        store=plain_store(store, config.namespace[:32], layouts, make_codec(config.codec, hasher)),
         region=Region.adopt(region_fd, config.region_bytes, config.region_token),
-        layouts=tuple(chunk_layout(geometry, group, hasher.name, hasher.key_id) for group in groups),
+        layouts=layouts,
         hasher=hasher,
         namespace=bytes.fromhex(config.namespace),
         document=config.document.encode(),

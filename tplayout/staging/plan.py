@@ -9,6 +9,7 @@ from tplayout.errors import ConfigError
 from tplayout.format.chunk import ChunkLayout, chunk_layout
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.geometry import Geometry
+from tplayout.format.layout import CODEC_NONE
 from tplayout.staging.protocol import Config
 from tplayout.staging.region import Region, RegionPlan
 
@@ -20,7 +21,7 @@ class StagingPlan:
     url, storage_options, timeout_s: the store, and the deadline of one operation on it.
     namespace: the identity's 32-byte digest. document: namespace.json, written before the first save if the
         store does not have it; empty to leave that to others.
-    geometry, digest, secret: the format. digest None: the default for a secret, or for none.
+    geometry, digest, secret, codec: the format. digest None: the default for a secret, or for none.
     slots: chunks that the region holds. writers: for each group, how many ranks must mark it.
     io_processes, load_threads, save_threads: I/O processes, and threads of each.
     loads_in_flight: loads handed out at a time over all lookups; 0: enough to keep the threads busy while the
@@ -43,6 +44,7 @@ class StagingPlan:
     timeout_s: float = 30.0
     secret: bytes | None = field(default=None, repr=False)
     digest: str | None = None
+    codec: str = CODEC_NONE
     document: bytes = field(default=b"", repr=False)
     io_processes: int = 2
     load_threads: int = 4
@@ -104,6 +106,7 @@ class StagingPlan:
             geometry=self.geometry.to_json(),
             digest=self.hasher.name,
             document=self.document.decode(),
+            codec=self.codec,
             region_bytes=region.plan.nbytes,
             region_token=region.ref.token,
             load_threads=self.load_threads,
