@@ -69,9 +69,10 @@ class Kit:
         seed: int = 0,
         extras: Extras = (),
         secret: bytes | None = None,
+        codec: str | None = None,
     ) -> tuple[OpenNamespace, Whole]:
         """Store the KV of a prompt; the namespace and the KV."""
-        target = target_namespace(store, identity, secret, "a-model")
+        target = target_namespace(store, identity, secret, "a-model", codec=codec)
         whole = Whole(identity, len(tokens), seed)
         chunks = chain(target.digest, tokens, target.chunk_tokens, lambda index: extras)
         store_prefix(whole, chunks, target)

@@ -1,5 +1,6 @@
 """A bundle is a store in one file: whole, deterministic, and strictly read."""
 
+import dataclasses
 import io
 import os
 import tarfile
@@ -8,8 +9,8 @@ import pytest
 
 from tplayout.admin.bundle import export_prefixes, import_bundle
 from tplayout.admin.chains import build_index
-from tplayout.admin.namespaces import open_namespace
-from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, NotFound, Reason
+from tplayout.admin.namespaces import begin_namespace, open_namespace
+from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, NotFound, Reason, Unavailable
 from tplayout.format.keys import object_name
 
 SECRET = b"0123456789abcdef"
@@ -164,3 +165,56 @@ def test_nothing_to_export_is_an_answer(kit, store, file):
     namespace, _ = kit.fill(store, kit.identity(), kit.TOKENS[:3])
     with pytest.raises(NotFound):
         export_prefixes(build_index(namespace), None, file)
+
+
+@pytest.fixture
+def packed(kit, make_store):
+    namespace, _ = kit.fill(make_store("packed"), kit.identity(), codec="shuffle-zstd")
+    return namespace
+
+
+def test_packed_objects_go_out_and_in_as_they_are(packed, kit, target, file):
+    done = export_prefixes(build_index(packed), None, file)
+    assert done.nbytes == file.stat().st_size
+    assert import_bundle(file, target, dry_run=True).objects == 5
+    assert import_bundle(file, target).objects == 5
+    assert kit.content(target) == kit.content(packed.store)
+    assert import_bundle(file, target).present == 5
+
+
+def test_a_store_that_has_the_namespace_keeps_its_codec(packed, kit, make_store, file, tmp_path):
+    plain, reference = make_store("plain"), make_store("reference")
+    kit.fill(reference, packed.identity)
+    begin_namespace(plain, packed.identity, None, "a-model")
+    export_prefixes(build_index(packed), None, file)
+    report = import_bundle(file, plain)
+    assert kit.content(plain) == kit.content(reference)
+    assert report.nbytes == sum(info.size for info in plain.list() if info.key.endswith(".safetensors"))
+    export_prefixes(build_index(open_namespace(plain, packed.name)), None, tmp_path / "plain.tplayout")
+    again = make_store("again")
+    begin_namespace(again, packed.identity, None, "a-model", "shuffle-zstd")
+    import_bundle(tmp_path / "plain.tplayout", again)
+    assert kit.content(again) == kit.content(packed.store)
+
+
+def test_damage_in_packed_members_is_named(packed, kit, target, file):
+    export_prefixes(build_index(packed), None, file)
+    data = bytearray(file.read_bytes())
+    with tarfile.open(file) as archive:
+        members = archive.getmembers()[1:]
+    data[members[0].offset_data + members[0].size - 1] ^= 1
+    file.write_bytes(data)
+    report = import_bundle(file, target)
+    assert list(report.damaged) == [members[0].name]
+    assert "digest-mismatch" in report.damaged[members[0].name]
+    assert report.objects == 4
+
+
+def test_an_object_that_is_replaced_while_it_is_exported_stops_the_export(packed, file, monkeypatch):
+    """A sound one of another size: another version of the library may have packed it."""
+    index = build_index(packed)
+    chunk = next(iter(index.chunks.values()))
+    chunk.objects[0] = dataclasses.replace(chunk.objects[0], size=chunk.objects[0].size + 1)
+    with pytest.raises(Unavailable, match="run it again"):
+        export_prefixes(index, None, file)
+    assert not file.exists()

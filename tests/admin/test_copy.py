@@ -3,13 +3,15 @@
 import pytest
 
 from tplayout.admin.chains import build_index
-from tplayout.admin.copy import check_apart, copy_namespace, move_namespace
+from tplayout.admin.copy import check_apart, copy_namespace, move_namespace, recode
 from tplayout.admin.namespaces import begin_namespace, open_namespace
 from tplayout.errors import ConfigError, NamespaceMismatch, StorageTimeout
+from tplayout.format.geometry import Part
 from tplayout.format.keys import object_name
 from tplayout.storage.url import open_store
 
 SECRET = b"0123456789abcdef"
+WIDE = (Part("k", 64), Part("v", 64))
 
 
 @pytest.fixture
@@ -154,3 +156,75 @@ def test_a_store_by_two_names_is_no_destination_of_a_move(filled, kit, tmp_path)
     with open_store(tmp_path / "else") as apart:
         check_apart(filled.store, apart)
         assert not list(apart.list())
+
+
+@pytest.fixture
+def packed(kit, make_store):
+    """The same as `filled`, packed, in planes that shrink."""
+    identity = kit.identity(kit.group(parts=WIDE), kit.group("window-5", "window", window=5))
+    namespace, _ = kit.fill(make_store("packed"), identity, codec="shuffle-zstd")
+    return namespace
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_another_codec_and_back_is_the_same_store(kit, store, make_store, secret):
+    """Chunks behind a gap included; the digests are the plain cells', so nothing of the objects changes."""
+    origin, _ = kit.fill(store, kit.identity(kit.group(parts=WIDE)), secret=secret)
+    first = build_index(origin).path(leaf(origin))[0]
+    store.delete([object_name(origin.name, first, 0)])
+    there, back = make_store("there"), make_store("back")
+    report = recode(origin, there, "shuffle-zstd", secret, jobs=2)
+    assert (report.tally.written, report.complete) == (4, True)
+    sizes = {info.key: info.size for info in there.list()}
+    del sizes[f"{origin.name}/namespace.json"]
+    assert report.tally.nbytes == sum(sizes.values()) < report.bytes_read == 4 * origin.layout(0).nbytes
+    packed = open_namespace(there, origin.name, secret)
+    assert packed.document.storage.codec == "shuffle-zstd"
+    again = recode(origin, there, "shuffle-zstd", secret)
+    assert (again.tally.written, again.tally.present) == (0, 4)
+    report = recode(packed, back, "none", secret)
+    assert report.bytes_read == sum(sizes.values())
+    assert kit.content(back) == kit.content(store)
+
+
+def test_a_copy_keeps_the_codec_unless_the_target_has_another(packed, kit, target, make_store):
+    assert copy_namespace(packed, target).copied == 10
+    assert kit.content(target) == kit.content(packed.store)
+    assert copy_namespace(packed, target).present == 10
+    plain, reference = make_store("plain"), make_store("reference")
+    begin_namespace(plain, packed.identity, None, "a-model")
+    kit.fill(reference, packed.identity)
+    copied = copy_namespace(packed, plain, jobs=3)
+    assert kit.content(plain) == kit.content(reference)
+    assert copied.nbytes == sum(info.size for info in plain.list() if info.key.endswith(".safetensors"))
+    moved = move_namespace(open_namespace(plain, packed.name), target)
+    assert (moved.present, moved.removed) == (10, 10)
+    assert kit.content(target) == kit.content(packed.store)
+
+
+def test_another_codec_than_the_target_has_is_refused(packed, filled, target):
+    begin_namespace(target, packed.identity, None, "")
+    for dry_run in (False, True):
+        with pytest.raises(NamespaceMismatch, match="codec"):
+            recode(packed, target, "shuffle-zstd", dry_run=dry_run)
+    with pytest.raises(NamespaceMismatch, match="codec"):
+        begin_namespace(packed.store, packed.identity, None, "", "none")
+    assert len(list(target.list())) == 1
+
+
+def test_a_dry_run_of_another_codec_writes_nothing(filled, target):
+    report = recode(filled, target, "shuffle-zstd", dry_run=True)
+    assert (report.tally.written, report.prefixes) == (10, 1)
+    assert not list(target.list())
+
+
+def test_damage_in_a_packed_namespace_is_not_copied(packed, kit, target):
+    name = object_name(packed.name, leaf(packed), 0)
+    data = bytearray(packed.store.get(name))
+    data[-1] ^= 1
+    packed.store.put(name, data)
+    assert list(copy_namespace(packed, target).damaged) == [name]
+    report = recode(packed, target, "shuffle-zstd")
+    assert list(report.tally.damaged) == [name]
+    assert not report.complete
+    assert name not in kit.content(target)

@@ -198,3 +198,49 @@ def test_colours_go_from_dark_to_light():
     assert colour(5, 5, 5) == (33, 145, 140)
     assert colour(float("nan"), 1, 100) == (255, 0, 255)
     assert colour(float("inf"), 1, 100) == (255, 0, 255)
+
+
+def test_packed_chunks_are_shown_plain(store):
+    shape = {"parts": (Part("k", 64), Part("v", 64))}
+    cache = Cache.open(store, identity(group(**shape)), codec="shuffle-zstd")
+    (chunk,) = fill(cache, range(4))
+    values = cache.get(chunk).astype("f8")
+    found = opened(store, chunk.key.hex())
+    assert (found.fault, found.codec, found.size) == (None, "shuffle-zstd", len(store.get(found.name)))
+    assert all(cell.ok for cell in cells(found))
+    assert statistics(found, 1, 1)[0].maximum == values[1, 1, 0].max()
+    assert norms(found)["v"].shape == (2, 2)
+
+
+def test_damaged_packed_chunks_are_shown_as_far_as_they_go(store):
+    cache = Cache.open(store, identity(), codec="shuffle-zstd")
+    (chunk,) = fill(cache, range(4))
+    name = name_of(cache, chunk)
+    good = store.get(name)
+    rewrite(store, name, flip(len(good) - 1))
+    found = opened(store, name)
+    assert found.fault.reason is Reason.DIGEST_MISMATCH
+    assert [(cell.head, cell.layer) for cell in cells(found) if not cell.ok] == [(1, 1)]
+    assert found.chunk == chunk
+    store.put(name, good[:-1])
+    found = opened(store, name)
+    assert found.fault.reason is Reason.TRUNCATED
+    assert [(cell.head, cell.layer) for cell in cells(found) if not cell.ok] == [(1, 1)]
+    store.put(name, good[:4100])
+    with pytest.raises(FormatError) as caught:
+        opened(store, name)
+    assert (caught.value.reason, caught.value.where) == (Reason.TRUNCATED, name)
+
+
+def test_a_packed_chunk_without_its_document_or_secret(store):
+    cache = Cache.open(store, identity(), secret=b"0123456789abcdef", codec="shuffle-zstd")
+    (chunk,) = fill(cache, range(4))
+    name = name_of(cache, chunk)
+    found = opened(store, name)
+    assert found.unsure
+    assert found.fault is None
+    assert opened(store, name, b"0123456789abcdef").chunk == chunk
+    store.delete([f"{cache.namespace}/namespace.json"])
+    found = opened(store, name)
+    assert (found.codec, found.fault.reason) == ("shuffle-zstd", Reason.BAD_NAMESPACE)
+    assert len(list(cells(found))) == 4

@@ -8,7 +8,7 @@ from tplayout.admin.convert import chunks_of
 from tplayout.admin.namespaces import open_namespace
 from tplayout.admin.rechunk import carried_extras, changed_identity, rechunk
 from tplayout.admin.transfer import read_prefix
-from tplayout.errors import ConfigError, GeometryError
+from tplayout.errors import ConfigError, GeometryError, NamespaceMismatch
 from tplayout.format.geometry import Part
 from tplayout.format.keys import EXTRA_SALT, ChunkId, object_name
 
@@ -241,3 +241,22 @@ def test_prefixes_whose_extras_cannot_be_carried_over_are_named(kit, store, make
     report = rechunk(origin, make_store("there"), changed_identity(origin.identity, 2))
     assert not report.complete
     assert "extras" in next(iter(report.skipped.values()))
+
+
+def test_another_chunk_size_in_another_codec(kit, store, make_store):
+    """The codec of the source is kept where nothing else is said, and the target's where it is there."""
+    origin, whole = kit.fill(store, kit.identity(kit.group(parts=(Part("k", 64), Part("v", 64)))), TOKENS)
+    identity = changed_identity(origin.identity, 8)
+    plain, packed, kept = (make_store(name) for name in ("plain", "packed", "kept"))
+    before = rechunk(origin, plain, identity)
+    report = rechunk(origin, packed, identity, codec="shuffle-zstd")
+    assert report.bytes_read == before.bytes_read == len(TOKENS) // 8 * 2 * origin.layout(0).nbytes
+    sizes = [info.size for info in packed.list() if info.key.endswith(".safetensors")]
+    assert report.tally.nbytes == sum(sizes) < before.tally.nbytes
+    target = open_namespace(packed, report.namespace)
+    assert np.array_equal(values_of(target, whole)[0], values_of(open_namespace(plain, report.namespace), whole)[0])
+    smaller = rechunk(target, kept, changed_identity(identity, 4))
+    assert open_namespace(kept, smaller.namespace).document.storage.codec == "shuffle-zstd"
+    assert rechunk(target, store, changed_identity(identity, 4)).tally.present == len(TOKENS) // 8 * 2
+    with pytest.raises(NamespaceMismatch, match="codec"):
+        rechunk(target, store, changed_identity(identity, 4), codec="shuffle-zstd")

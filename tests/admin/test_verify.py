@@ -1,6 +1,7 @@
 """Verification of 1,000 chunks of which 50 are damaged in every way; what is no damage; going on after a stop."""
 
 import os
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,8 +23,10 @@ from tplayout.admin.check import Kind
 from tplayout.admin.quarantine import ON_REQUEST, plan, quarantine
 from tplayout.admin.verify import Report, verify_store
 from tplayout.cache import Cache
+from tplayout.cache.codec import make_codec
 from tplayout.errors import ConfigError, Reason
 from tplayout.format.header import LENGTH_BYTES
+from tplayout.format.packed import packed_layout
 from tplayout.storage.base import Store
 from tplayout.storage.url import open_store
 
@@ -360,3 +363,74 @@ def test_an_object_that_vanishes_is_no_damage(store):
     report = verify_store(store, jobs=1)
     assert report.damage == []
     assert Counter(finding.kind for finding in report.findings).keys() <= {Kind.UNREACHABLE}
+
+
+def packed_cache(store: Store) -> Cache:
+    return Cache.open(store, identity(), codec="shuffle-zstd")
+
+
+def test_a_packed_store_is_sound(store):
+    fill(packed_cache(store), range(40))
+    for deep in (True, False):
+        report = verify_store(store, deep=deep)
+        assert (report.checked, report.findings) == (10, [])
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_damage_in_packed_objects_is_named(store, deep):
+    """Deep checks see every byte; quick ones header, tables, size and key."""
+    cache = packed_cache(store)
+    names = [name_of(cache, fill(cache, [prompt, 1, 2, 3])[0]) for prompt in range(12)]
+    layout = layout_of_group(cache)
+    packed = packed_layout(layout)
+    changes = {
+        flip(len(store.get(names[0])) - 1): "damaged digest-mismatch" if deep else None,
+        flip(packed.ids_start, 2): "damaged digest-mismatch" if deep else "misnamed wrong-key",
+        flip(packed.data_start): "damaged digest-mismatch" if deep else None,
+        flip(packed.lengths_range(0).start + 3, 7): "damaged bad-lengths",
+        flip(packed.data_start - 1): "damaged not-json",
+        (lambda data: bytes(data[:-1])): "truncated truncated",
+        (lambda data: bytes(data[: packed.ids_start])): "truncated truncated",
+        (lambda data: b""): "truncated truncated",
+        (lambda data: bytes(data) + b"\0"): "damaged trailing",
+        (lambda data: bytes(data) + bytes(100_000)): "damaged trailing",
+        (lambda data: bytes(plain_of(store, cache, data))): "damaged wrong-codec" if deep else "misnamed wrong-codec",
+    }
+    expected = {}
+    for name, (change, found) in zip(names, changes.items(), strict=False):
+        rewrite(store, name, change)
+        if found:
+            expected[name] = found
+    assert summary(verify_store(store, deep=deep)) == expected
+
+
+def plain_of(store: Store, cache: Cache, data: bytearray) -> memoryview:
+    return make_codec("shuffle-zstd", None).unpack(data, layout_of_group(cache))
+
+
+def test_packed_objects_under_wrong_names_go_home(store):
+    """Of one namespace or another, whatever the codecs of both."""
+    cache, plain = packed_cache(store), Cache.open(store, identity(weights="files:01"))
+    names = [name_of(cache, chunk) for chunk in fill(cache, range(12))]
+    (other,) = [name_of(plain, chunk) for chunk in fill(plain, [7, 8, 9, 10])]
+    before = {name: store.get(name) for name in [*names, other]}
+    swap(store, names[0], names[1])
+    swap(store, names[2], other)
+    report = verify_store(store)
+    assert {finding.name: finding.home for finding in report.damage} == {
+        names[0]: names[1],
+        names[1]: names[0],
+        names[2]: other,
+        other: names[2],
+    }
+    quarantine(store, plan(report.findings))
+    assert verify_store(store).damage == []
+    assert {name: store.get(name) for name in before} == before
+
+
+def test_a_packed_store_without_the_library(store, monkeypatch):
+    fill(packed_cache(store), range(8))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ConfigError, match="zstd"):
+        verify_store(store)
+    assert verify_store(store, deep=False).damage == []

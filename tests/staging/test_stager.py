@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from tplayout.cache.codec import make_codec
 from tplayout.errors import ConfigError
 from tplayout.format.chunk import verify
 from tplayout.staging.slots import SlotRef
@@ -371,3 +372,53 @@ def test_a_chunk_whose_load_is_still_unanswered_is_saved(world):
     while not all(world.path(chunk).exists() for chunk in chunks):
         assert time.monotonic() < end
         stager.wait(0.01)
+
+
+def test_objects_are_stored_in_the_namespace_s_codec(world):
+    """Slots hold plain objects: only what is in the store differs."""
+    stager = world.stager(codec="shuffle-zstd")
+    chunks = world.chunks(2)
+    world.save(stager, chunks)
+    layout = stager.plan.layouts[0]
+    codec = make_codec("shuffle-zstd", stager.plan.hasher)
+    for chunk in chunks:
+        plain = codec.unpack(world.path(chunk).read_bytes(), layout)
+        verify(plain, layout, stager.plan.namespace, chunk.key, stager.plan.hasher)
+    stager.close()
+    loader = world.stager(codec="shuffle-zstd")
+    loader.start_lookup("r", chunks)
+    assert world.finish(loader, "r").ready == 2
+    for ref, chunk in zip(loader.claim("r", 0, 2), chunks, strict=True):
+        assert world.cells(loader, ref) == world.expected(chunk)
+    loader.release("r")
+
+
+@pytest.mark.parametrize("codec", ["none", "shuffle-zstd"])
+def test_objects_of_another_codec_are_damaged(world, codec):
+    """Each way; nothing is guessed, and what is computed anew replaces them."""
+    other = "none" if codec == "shuffle-zstd" else "shuffle-zstd"
+    writer = world.stager(codec=other)
+    (chunk,) = world.chunks(1)
+    world.save(writer, [chunk])
+    writer.close()
+    stager = world.stager(codec=codec)
+    stager.start_lookup("r", [chunk])
+    state = world.finish(stager, "r")
+    assert (state.ready, state.reason) == (0, "damaged")
+    stager.release("r")
+    world.save(stager, [chunk])
+    plain = make_codec(codec, stager.plan.hasher).unpack(world.path(chunk).read_bytes(), stager.plan.layouts[0])
+    verify(plain, stager.plan.layouts[0], stager.plan.namespace, chunk.key, stager.plan.hasher)
+
+
+def test_damage_in_a_packed_object_is_a_miss(world):
+    stager = world.stager(codec="shuffle-zstd")
+    chunks = world.chunks(2)
+    world.save(stager, chunks)
+    data = bytearray(world.path(chunks[1]).read_bytes())
+    data[-1] ^= 1
+    world.path(chunks[1]).write_bytes(data)
+    stager.reset()
+    stager.start_lookup("r", chunks)
+    state = world.finish(stager, "r")
+    assert (state.ready, state.reason) == (1, "damaged")

@@ -3,11 +3,16 @@
 All of it with vLLM's own scheduler and without a model, see sim_engine.py, which checks every byte that is attended to.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sim_model import SimModel
 from sim_store import Sim
+
+from tplayout.admin.copy import recode
+from tplayout.admin.namespaces import names, open_namespace
+from tplayout.storage.url import open_store
 
 
 @pytest.mark.parametrize("chunk", [64, 96, 256, 512])
@@ -170,3 +175,31 @@ def test_a_model_of_many_layers_and_one_head(sim: Sim) -> None:
     sim.check_store()
     reader = sim.engine(model=model, tp=8, block=128)
     assert reader.loaded(reader.run(text, 200)) == 192
+
+
+def test_a_packed_namespace_is_adopted(sim: Sim) -> None:
+    """Loaded from and saved into in its codec: what is unpacked from it is what engines store without one."""
+    old, new = sim.text(70), sim.text(71)
+    sim.engine(tp=2).run(old, 300, 1)
+    plain, packed, back = sim.store, sim.store.with_name("packed"), sim.store.with_name("back")
+    in_codec(plain, packed, "shuffle-zstd")
+    sim.store, sim.url = packed, f"file://{packed}"
+    engine = sim.engine(tp=4, block=32)
+    assert engine.loaded(engine.run(old, 300)) == 256
+    engine.run(new, 300, 1)
+    assert all(sim.stored(new, 256))
+    assert all(b'"codec":"shuffle-zstd"' in path.read_bytes()[:4096] for _, _, path in sim.objects())
+    assert engine.stager.snapshot()["lookups"].get("damaged", 0) == 0
+    reader = sim.engine(tp=1)
+    assert reader.loaded(reader.run(new, 300)) == 256
+    in_codec(packed, back, "none")
+    for path in plain.rglob("*.safetensors"):
+        assert (back / path.relative_to(plain)).read_bytes() == path.read_bytes()
+    sim.store = back
+    assert sim.check_store() == 8
+
+
+def in_codec(source: Path, destination: Path, codec: str) -> None:
+    with open_store(source) as origin, open_store(destination) as target:
+        (name,) = names(origin)
+        assert recode(open_namespace(origin, name), target, codec).complete
