@@ -1,6 +1,7 @@
 """`tplayout convert` as people call it."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file
 
+from tests.support.sample_stores import content
 from tplayout.admin.convert import target_namespace
 from tplayout.admin.transfer import store_prefix
 from tplayout.cli.main import main
@@ -112,3 +114,45 @@ def test_what_makes_no_sense_is_wrong_use(url, tmp_path):
     assert "into a store first" in fail(tmp_path / "four", tmp_path / "out", "--tp", 2)
     assert "--dtype does not go with" in fail(tmp_path / "four", tmp_path / "out", "--dtype", "F32")
     assert "no namespace" in fail(tmp_path / "nothing", tmp_path / "out", "--tp", 2, code=1)
+
+
+def test_another_codec_and_back(url, tmp_path):
+    """The bytes before and after are told; the way back gives the same store."""
+    packed, back = tmp_path / "packed", tmp_path / "back"
+    assert run(url, packed, "--codec", "shuffle-zstd", "--dry-run")["objects_written"] == 4
+    assert not packed.exists()
+    report = run(url, packed, "--codec", "shuffle-zstd")
+    before, after = (sum(file.stat().st_size for file in Path(each).rglob("*.0.safetensors")) for each in (url, packed))
+    assert (report["bytes_read"], report["bytes"], report["objects_written"]) == (before, after, 4)
+    assert after < before
+    assert run(url, packed, "--codec", "shuffle-zstd")["objects_present"] == 4
+    shown = CliRunner().invoke(main, ["convert", str(packed), str(back), "--codec", "none"])
+    assert shown.exit_code == 0, shown.output
+    assert " before), 0 were there" in shown.stdout
+    assert content(back) == content(Path(url))
+
+
+def test_another_codec_with_another_chunk_size(url, tmp_path):
+    report = run(url, tmp_path / "eight", "--codec", "shuffle-zstd", "--chunk-tokens", 8)
+    assert (report["objects_written"], report["bytes_read"] > report["bytes"]) == (2, True)
+    run(tmp_path / "eight", tmp_path / "back", "--codec", "none", "--chunk-tokens", 4)
+    assert content(tmp_path / "back") == content(Path(url))
+    run(tmp_path / "eight", tmp_path / "shards", "--tp", 2)
+    run(url, tmp_path / "reference", "--chunk-tokens", 8)
+    run(tmp_path / "reference", tmp_path / "shards of it", "--tp", 2)
+    assert content(tmp_path / "shards") == content(tmp_path / "shards of it")
+
+
+def test_a_codec_that_makes_no_sense_is_wrong_use(url, tmp_path):
+    assert "storage.codec" in fail(url, url, "--codec", "shuffle-zstd", code=1)
+    assert "--lossy does not go with" in fail(url, tmp_path / "out", "--codec", "none", "--lossy")
+    assert "--codec does not go with a store to shards" in fail(url, tmp_path / "out", "--tp", 2, "--codec", "none")
+    run(url, tmp_path / "four", "--tp", 4)
+    assert "--codec does not go with shards" in fail(tmp_path / "four", tmp_path / "out", "--codec", "none")
+
+
+def test_a_codec_whose_library_is_missing(url, tmp_path, monkeypatch):
+    run(url, tmp_path / "packed", "--codec", "shuffle-zstd")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert "pip install 'tplayout[zstd]'" in fail(url, tmp_path / "out", "--codec", "shuffle-zstd")
+    assert "pip install 'tplayout[zstd]'" in fail(tmp_path / "packed", tmp_path / "out", "--codec", "none")

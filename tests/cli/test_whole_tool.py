@@ -9,10 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.support.filled_store import fill, flip, identity, layout_of_group, name_of, rewrite
+from tests.support.sample_stores import content
 from tools.s3_server import S3Server
 from tplayout.cache import Cache
+from tplayout.cli.main import main
 from tplayout.storage.url import open_store
 
 TOOL = [sys.executable, "-c", "from tplayout.cli.main import main; main()"]
@@ -65,6 +68,58 @@ def test_one_document_on_stdout_and_nothing_drawn_in_a_pipe(tmp_path: Path):
         assert isinstance(json.loads(result.stdout), dict)
         assert result.stderr == ""
         assert "\x1b" not in run(*arguments).stdout
+
+
+def test_every_verb_on_a_packed_store(tmp_path: Path):
+    """What people see is the same as with a plain one, but for the bytes."""
+    url = tmp_path / "store"
+    with Cache.open(url, identity(), model="tiny", codec="shuffle-zstd") as cache:
+        names = [name_of(cache, chunk) for chunk in fill(cache, range(40))]
+        document = tmp_path / "namespace.json"
+        document.write_bytes(cache.store.get(f"{cache.namespace}/namespace.json"))
+    tokens = tmp_path / "tokens"
+    tokens.write_text(" ".join(map(str, range(39))))
+    nbytes = sum(file.stat().st_size for file in url.rglob("*.safetensors"))
+
+    (space,) = ask("ls", url)["namespaces"]
+    assert (space["codec"], space["chunks"], space["bytes"]) == ("shuffle-zstd", 10, nbytes)
+    assert [prefix["tokens"] for prefix in ask("ls", url, space["namespace"])["prefixes"]] == [40]
+    assert ask("du", url)["bytes"] >= nbytes
+    assert [share["bytes"] for share in ask("du", url, "--by", "prefix")["rows"]] == [nbytes]
+    for depth in ([], ["--quick"]):
+        explained = ask("explain", url, "--model", document, "--tokens", tokens, *depth)
+        assert explained["hit_tokens"] == 36
+    assert ask("inspect", url)["namespaces"][0]["codec"] == "shuffle-zstd"
+    shown = ask("inspect", url, names[3])
+    assert (shown["codec"], shown["sound"], shown["bytes"]) == ("shuffle-zstd", True, (url / names[3]).stat().st_size)
+    assert "codec shuffle-zstd" in invoke("inspect", url, names[3]).stdout
+    assert ask("verify", url)["bytes"] == nbytes
+    assert ask("verify", url, "--quick")["findings"] == []
+
+    ask("export", url, tmp_path / "bundle")
+    ask("import", tmp_path / "bundle", tmp_path / "imported")
+    ask("cp", url, tmp_path / "copied")
+    assert content(tmp_path / "imported") == content(tmp_path / "copied") == content(url)
+    ask("mv", tmp_path / "copied", tmp_path / "moved", "--yes")
+    assert content(tmp_path / "moved") == content(url)
+    ask("gc", url, "--max-bytes", str(nbytes // 2), "--grace", "0", "--yes")
+    assert 0 < len(content(url)) < 8
+    assert ask("explain", url, "--model", document, "--tokens", tokens, code=1)["hit_tokens"] == 16
+    rewrite(open_store(url), names[0], flip((url / names[0]).stat().st_size - 1))
+    (finding, *_) = ask("verify", url, code=1)["findings"]
+    assert (finding["object"], finding["reason"]) == (names[0], "digest-mismatch")
+    assert "damaged" in invoke("explain", url, "--model", document, "--tokens", tokens).stdout
+    assert ask("inspect", url, names[0], code=1)["fault"]["reason"] == "digest-mismatch"
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(main, [*map(str, arguments)])
+
+
+def ask(*arguments: object, code: int = 0) -> dict:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
 
 
 @pytest.mark.s3
