@@ -13,6 +13,7 @@ GROUPED = "Grouped-query attention"
 FEW_HEADS = "TP larger than the number of KV heads"
 DENSE = "Qwen3, Qwen3-MoE, Mistral (all sliding window)"
 MIXED = "Sliding window + full attention (Gemma-3, GPT-OSS)"
+SHARING = "KV shared between layers (Gemma-3n)"
 LATENT = "MLA (DeepSeek-V2)"
 
 F32 = 4
@@ -111,6 +112,15 @@ def test_gpt_oss(tmp_path: Path, plain: PlainEngines) -> None:
     relay = Relay("gpt-oss", chunk=WINDOW, chunks=4)
     legs = relay.run(tmp_path, plain, [Server(1), Server(2, block=32), Server(1, block=128)])
     check_windows(relay, legs, full_layers=2, window_layers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.row(SHARING, "TP 1 → 2, 2 → 1")
+def test_layers_that_share(tmp_path: Path, plain: PlainEngines) -> None:
+    """The last three of six layers read the KV of the first three, which alone is stored; two of them have windows."""
+    relay = Relay("gemma3n", chunk=WINDOW, chunks=4)
+    legs = relay.run(tmp_path, plain, [Server(1), Server(2, block=32), Server(1, block=128)])
+    check_windows(relay, legs, full_layers=1, window_layers=2)
 
 
 def check_latents(legs: list[Leg]) -> None:
