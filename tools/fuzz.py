@@ -24,13 +24,15 @@ if not __package__:  # run as a script
 from tplayout.admin.bundle import read_members  # noqa: E402
 from tplayout.admin.local_files import ReadFile  # noqa: E402
 from tplayout.admin.shard_files import Rank, ShardHeader, header_bytes, ranks_of, read_shard_header  # noqa: E402
+from tplayout.cache.codec import Zstd  # noqa: E402
 from tplayout.errors import FormatError, GeometryError  # noqa: E402
 from tplayout.format.chunk import layout_of, parse_header, seal, verify  # noqa: E402
-from tplayout.format.digest import make_hasher  # noqa: E402
+from tplayout.format.digest import CellHasher, make_hasher  # noqa: E402
 from tplayout.format.geometry import Geometry, Group, Part  # noqa: E402
 from tplayout.format.identity import Identity, namespace_document, parse_namespace_document  # noqa: E402
 from tplayout.format.keys import chain, object_name, parse_object_name  # noqa: E402
 from tplayout.format.layout import chunk_layout  # noqa: E402
+from tplayout.format.packed import pack, packed_layout, unpack  # noqa: E402
 from tplayout.staging.protocol import Load, ProtocolError, decode, encode  # noqa: E402
 
 GROUPS = (
@@ -39,6 +41,8 @@ GROUPS = (
 )
 IDENTITY = Identity("files:00", {"rope_theta": 1e4}, "bfloat16", None, Geometry(4, GROUPS))
 HASHER = make_hasher("xxh3-128", None)
+ZSTD = Zstd()
+PLANE = bytes(range(100)) * 40
 (CHUNK,) = chain(IDENTITY.digest(), [1, 2, 3, 4], 4)
 
 # What breaks parsers of JSON, of lengths and of paths.
@@ -92,6 +96,28 @@ def _verify(data: bytes) -> None:
         raise AssertionError("a changed object was accepted")
 
 
+def _packed(hasher: CellHasher | None) -> Callable[[bytes], None]:
+    """hasher None: as who lacks the secret, so that changed bytes get as far as the decompressor."""
+
+    def read(data: bytes) -> None:
+        layout = chunk_layout(IDENTITY.geometry, 0, HASHER.name)
+        plain = unpack(data, packed_layout(layout), hasher, ZSTD)
+        verify(plain, layout, IDENTITY.digest(), CHUNK.key, HASHER)
+        if plain != _object() or (hasher is not None and data != _packed_object()):
+            raise AssertionError("a changed object was accepted")
+
+    return read
+
+
+def _packed_object() -> bytes:
+    layout = packed_layout(chunk_layout(IDENTITY.geometry, 0, HASHER.name))
+    return bytes(pack(_object(), layout, HASHER, ZSTD))
+
+
+def _plane(data: bytes) -> None:
+    ZSTD.expand(memoryview(data), len(PLANE))
+
+
 def _shard_header(data: bytes) -> None:
     read_shard_header(parse_header(data, len(data)), "fuzz")
 
@@ -141,6 +167,9 @@ def readers() -> list[Reader]:
     return [
         Reader("header", [layout.header], lambda data: layout_of(parse_header(data, layout.nbytes))),
         Reader("chunk", [_object()], _verify),
+        Reader("packed", [_packed_object()], _packed(HASHER)),
+        Reader("unpacked", [_packed_object()], _packed(None)),
+        Reader("plane", [ZSTD.compress(PLANE)], _plane),
         Reader("namespace", [document], lambda data: parse_namespace_document(data, IDENTITY.namespace)),
         Reader("name", [object_name(IDENTITY.namespace, CHUNK.key, 1).encode()], _name),
         Reader("shards", shards, _shard_header, (FormatError, GeometryError)),
