@@ -238,6 +238,32 @@ def test_a_prefix_larger_than_the_pool_is_had_as_far_as_it_fits(world):
         assert world.cells(stager, ref) == world.expected(chunk)
 
 
+def test_a_deep_queue_is_not_looked_at_in_every_step(world, monkeypatch):
+    """Thousands of requests that nobody asks about yet, as while the engine is full."""
+    stager = world.stager(slots=8, loads_in_flight=4)
+    shared = world.chunks(2, seed=999)
+    world.save(stager, shared)
+    for number in range(3000):
+        stager.start_lookup(f"r{number}", shared if number % 2 else world.chunks(2, seed=number))
+    world.settle(stager)
+    tried = []
+    real = stager._lookups._loads.stage
+    monkeypatch.setattr(stager._lookups._loads, "stage", lambda *args: tried.append(args) or real(*args))
+    for _ in range(10):
+        stager.poll()
+    assert len(tried) <= 10 * 2 * 64
+    tried.clear()
+    for name in ("r2999", "r2998"):  # in memory; and not stored
+        world.finish(stager, name)
+    assert stager.lookup("r2999").ready == 2
+    assert stager.lookup("r2998").reason == "miss"
+    for number in range(3000):
+        stager.release(f"r{number}")
+    assert stager.snapshot()["slots"]["pinned"] == 0
+    books = stager._lookups
+    assert [len(book) for book in (books._asked, books._unasked, books._open, books._holders)] == [0, 0, 0, 0]
+
+
 def test_two_lookups_that_compete_for_the_pool_both_end(world):
     stager = world.faulty_stager(slots=4, slot_wait_s=0.1, load_deadline_s=30.0)
     ours, theirs = world.chunks(4), world.chunks(4, seed=1)

@@ -8,11 +8,14 @@ one that cannot get a slot ends with what it has, so that two of them never wait
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from tplayout.format.keys import ChunkId
 from tplayout.staging.loads import Loads, Staged
 from tplayout.staging.pool import Pool
 from tplayout.staging.slots import Part, SlotRef
+
+_TURN = 64  # lookups that nobody has asked about, looked at in one turn
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,13 @@ class Lookups:
         self._pool = pool
         self._loads = loads
         self._all: dict[str, _Lookup] = {}
-        self._wanting: OrderedDict[str, _Lookup] = OrderedDict()  # have chunks to stage; the next one first
+        # Those that have chunks to stage, the next one first. A queue may hold thousands that nobody has asked about
+        # yet, and nothing that is done every step may look at all of them.
+        self._asked: OrderedDict[str, _Lookup] = OrderedDict()
+        self._unasked: OrderedDict[str, _Lookup] = OrderedDict()
+        self._open: dict[str, _Lookup] = {}  # asked about and not done
+        self._holders: dict[str, _Lookup] = {}  # have staged something
+        self._spare: list[_Lookup] | None = None  # see _make_room; None: not looked up since something changed
         self._watchers: defaultdict[int, dict[str, int]] = defaultdict(dict)  # slot -> lookup -> position
         self._unseen: set[str] = set()
 
@@ -64,10 +73,9 @@ class Lookups:
         if name in self._all:
             raise ValueError(f"lookup {name!r} exists already")
         lookup = _Lookup(name, chunks, groups, len(chunks), self._pool.clock())
-        self._all[name] = self._wanting[name] = lookup
-        self._stage(lookup)
-        self._advance(lookup)
-        self.pump()
+        self._all[name] = lookup
+        self._want(lookup)
+        self._stage_all(lookup)
 
     def state(self, name: str) -> LookupState:
         """How far it is. The first question starts its deadline."""
@@ -76,8 +84,9 @@ class Lookups:
         if lookup.deadline is None:
             lookup.deadline = lookup.asked + self._pool.plan.load_deadline_s
             if not lookup.done:  # it may have been waiting for slots, or been parked
-                self._wanting[name] = lookup
-                self.pump()
+                self._open[name] = lookup
+                self._want(lookup)
+                self._stage_all(lookup)
         if lookup.done:
             self._unseen.discard(name)
         return LookupState(lookup.ready, lookup.done, lookup.why if lookup.done else "")
@@ -109,7 +118,8 @@ class Lookups:
         lookup = self._all.pop(name, None)
         if lookup is None:
             return
-        self._wanting.pop(name, None)
+        self._want_no_more(lookup)
+        self._open.pop(name, None)
         self._unseen.discard(name)
         self._unstage(lookup, 0)
         # From the tail, so that the least recently used of these is evicted before what it depends on.
@@ -125,30 +135,59 @@ class Lookups:
                 self._advance(lookup)
             elif why == "cancelled":  # for another lookup's sake, before this one wanted the chunk
                 self._unstage(lookup, index)
-                self._wanting[name] = lookup
+                self._want(lookup)
             else:
                 self._stop(lookup, index, why)
         if not self._watchers[slot]:
             del self._watchers[slot]
 
     def pump(self) -> None:
-        """Hand out loads, one a lookup in turn, while there are slots and credits."""
+        """Hand out loads, one a lookup in turn, while there are slots and credits: first where somebody waits."""
+        self._spare = None
         again = True
         while again:
             again = False
-            for lookup in list(self._wanting.values()):
-                if self._pool.loads_in_flight >= self._pool.plan.most_loads:
+            for lookup in list(self._asked.values()):
+                if not self._credit:
                     return
-                if lookup.name in self._wanting:  # not parked by now, to make room for one before it
+                if lookup.name in self._asked:  # not parked by now, to make room for one before it
                     again |= self._stage(lookup)
                     self._advance(lookup)
+            for lookup in list(islice(self._unasked.values(), _TURN)):
+                if not self._credit:
+                    return
+                begun = self._stage(lookup)
+                self._advance(lookup)
+                if not begun and lookup.name in self._unasked:
+                    break  # no slot for it, so none for those behind it
+                again = True
+
+    @property
+    def _credit(self) -> bool:
+        return self._pool.loads_in_flight < self._pool.plan.most_loads
+
+    def _stage_all(self, lookup: _Lookup) -> None:
+        """Hand out the loads of one lookup, while there are slots and credits."""
+        self._spare = None
+        while self._stage(lookup) and self._credit:
+            pass
+        self._advance(lookup)
+
+    def _want(self, lookup: _Lookup) -> None:
+        """It has chunks to stage."""
+        self._want_no_more(lookup)
+        (self._unasked if lookup.deadline is None else self._asked)[lookup.name] = lookup
+
+    def _want_no_more(self, lookup: _Lookup) -> None:
+        self._asked.pop(lookup.name, None)
+        self._unasked.pop(lookup.name, None)
 
     def excuse(self, seconds: float) -> None:
         """Nobody called us for so long (a step of the engine), so that no new loads could be handed out.
 
         That is not counted against lookups that got all they were waiting for meanwhile.
         """
-        for lookup in self._wanting.values():
+        for lookup in self._asked.values():
             if lookup.deadline is not None and lookup.excused < lookup.ready == len(lookup.staged):
                 lookup.excused = lookup.ready
                 lookup.deadline += seconds
@@ -157,7 +196,7 @@ class Lookups:
         """End the lookups that have waited long enough, for their chunks or for a slot."""
         now = self._pool.clock()
         hungry = now - self._pool.plan.slot_wait_s
-        for lookup in [lookup for lookup in self._all.values() if not lookup.done]:
+        for lookup in list(self._open.values()):
             if lookup.deadline is not None and now >= lookup.deadline:
                 self._finish(lookup, "deadline")
             elif lookup.starved_since is not None and lookup.starved_since <= hungry:
@@ -166,7 +205,7 @@ class Lookups:
     def next_deadline(self) -> float | None:
         """When `enforce_deadlines` has something to do next, as far as it is known."""
         wait = self._pool.plan.slot_wait_s
-        waiting = [lookup for lookup in self._all.values() if not lookup.done]
+        waiting = self._open.values()
         times = [lookup.deadline for lookup in waiting if lookup.deadline is not None]
         times += [lookup.starved_since + wait for lookup in waiting if lookup.starved_since is not None]
         return min(times, default=None)
@@ -192,12 +231,13 @@ class Lookups:
                 return False
             self._pool.table.pin(slot)
             lookup.staged.append(slot)
+            self._holders[lookup.name] = lookup
             lookup.starved_since = None
             self._watchers[slot][lookup.name] = index
             if what is Staged.BEGUN:
-                self._wanting.move_to_end(lookup.name)
+                self._want(lookup)  # at the end
                 return True
-        self._wanting.pop(lookup.name, None)
+        self._want_no_more(lookup)
         return False
 
     def _advance(self, lookup: _Lookup) -> None:
@@ -218,7 +258,7 @@ class Lookups:
         if index < lookup.limit:
             lookup.limit, lookup.why = index, str(why)
             lookup.starved_since = None
-            self._wanting.pop(lookup.name, None)
+            self._want_no_more(lookup)
             self._unstage(lookup, index)
         self._advance(lookup)
 
@@ -230,7 +270,8 @@ class Lookups:
         self._pool.counters[f"lookups.{why}"] += 1
         if why == "deadline" and lookup.ready < len(lookup.staged) and lookup.deadline is not None:
             self._loads.unanswered(lookup.deadline - self._pool.plan.load_deadline_s)
-        self._wanting.pop(lookup.name, None)
+        self._want_no_more(lookup)
+        self._open.pop(lookup.name, None)
         self._unstage(lookup, lookup.ready)
         self._unseen.add(lookup.name)
 
@@ -241,6 +282,8 @@ class Lookups:
             self._pool.table.unpin(slot)
             self._loads.drop_if_unwanted(slot)
         del lookup.staged[index:]
+        if not lookup.staged:
+            self._holders.pop(lookup.name, None)
 
     def _starve(self, lookup: _Lookup) -> None:
         """There is no slot. End if all are its own; else wait: for a little if somebody asks about it."""
@@ -259,18 +302,22 @@ class Lookups:
         """
         if needy.deadline is None:
             return False
-        others = [lookup for lookup in self._all.values() if lookup.staged and lookup is not needy]
-        unasked = [lookup for lookup in others if lookup.deadline is None]
+        if self._spare is None:
+            unasked = [lookup for lookup in self._holders.values() if lookup.deadline is None]
+            asked = [lookup for lookup in self._holders.values() if lookup.deadline is not None]
+            self._spare = sorted(asked, key=lambda lookup: -lookup.asked) + unasked  # the one to go first is the last
+        while self._spare and (self._spare[-1] is needy or not self._spare[-1].staged):
+            self._spare.pop()
         long_ago = needy.asked - self._pool.plan.unasked_s  # not before now: a step of the engine can take longer
-        stale = [lookup for lookup in others if lookup.asked < long_ago]
-        if not unasked and not stale:
+        if not self._spare or (self._spare[-1].deadline is not None and self._spare[-1].asked >= long_ago):
             return False
-        self._park(unasked[-1] if unasked else min(stale, key=lambda lookup: lookup.asked))
+        self._park(self._spare.pop())
         return True
 
     def _park(self, lookup: _Lookup) -> None:
         """Lend out what it has. It starts anew, deadline included, when it is asked about."""
-        self._wanting.pop(lookup.name, None)
+        self._want_no_more(lookup)
+        self._open.pop(lookup.name, None)
         self._unseen.discard(lookup.name)
         self._unstage(lookup, 0)
         lookup.ready, lookup.limit, lookup.why = 0, len(lookup.chunks), "complete"

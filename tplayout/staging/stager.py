@@ -40,6 +40,7 @@ _SHORTEST_WAIT_S = 0.004  # at most 250 returns a second when nothing happens
 _FAMILIES = ("load_errors", "save_errors", "save_skips", "lookups")  # counters by reason: family.reason
 _LONG_STEP_S = 0.1
 _FRESH_S = 0.0005  # calls that follow each other closely poll once
+_REST = 4  # and not before this many times what the last poll took: with thousands of lookups it takes longer
 
 
 class Stager:
@@ -78,6 +79,7 @@ class Stager:
         self._lookups = Lookups(self._pool, self._loads)
         self._all_groups = tuple(range(len(plan.writers)))
         self._drained_at = clock()
+        self._drain_took = 0.0
         self._closed = False
 
     @property
@@ -211,14 +213,16 @@ class Stager:
             self._pool.region.close()
 
     def _refresh(self) -> None:
-        if self._pool.clock() - self._drained_at > _FRESH_S:
+        if self._pool.clock() - self._drained_at > max(_FRESH_S, _REST * self._drain_took):
             self.poll()
 
     def _drain(self, timeout: float) -> None:
         if self._closed:
             return
         away = self._pool.clock() - self._drained_at
-        for event in self._pool.io.poll(timeout):
+        events = self._pool.io.poll(timeout)
+        began = self._pool.clock()
+        for event in events:
             self._handle(event)
         if away > _LONG_STEP_S:
             self._lookups.excuse(away)
@@ -227,6 +231,7 @@ class Stager:
         self._saves.look_at_limbo()
         self._probe()
         self._lookups.pump()
+        self._drain_took = self._pool.clock() - began
 
     def _handle(self, event: Event | Lost) -> None:
         if isinstance(event, Lost):
