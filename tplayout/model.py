@@ -81,12 +81,14 @@ def describe_model(
     config = _overridden(read_config(path), overrides or {})
     compute = resolve_compute_dtype(config, compute_dtype)
     groups = describe_groups(config, resolve_kv_dtype(config, kv_dtype, compute))
+    if chunk_tokens is None:
+        chunk_tokens = default_chunk_tokens(group.window for group in groups)
     return Identity(
         weights=describe_weights(path, weights_label, load_format),
         config=model_config(path, overrides, max_model_len),
         compute_dtype=compute,
         quantization=weight_quantization(config),
-        geometry=Geometry(chunk_tokens or default_chunk_tokens(group.window for group in groups), groups),
+        geometry=Geometry(chunk_tokens, groups),
     )
 
 

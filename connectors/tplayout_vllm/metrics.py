@@ -19,7 +19,7 @@ COUNTERS = {
     "load_seconds": "Seconds spent reading and verifying, summed over parallel reads.",
     "load_failures": "Requests whose KV could not be copied into the engine; they were computed instead.",
     "host_hits": "Chunks found in host memory, so that the store was not asked.",
-    "misses": "Chunks looked up that the store does not hold.",
+    "misses": "Chunks looked up that the store does not hold; a lookup ends soon after the first.",
     "saves": "Chunks written to the store.",
     "save_bytes": "Bytes written to the store.",
     "save_seconds": "Seconds spent digesting and writing, summed over parallel writes.",

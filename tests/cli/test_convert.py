@@ -113,7 +113,7 @@ def test_what_makes_no_sense_is_wrong_use(url, tmp_path):
     run(url, tmp_path / "four", "--tp", 4)
     assert "into a store first" in fail(tmp_path / "four", tmp_path / "out", "--tp", 2)
     assert "--dtype does not go with" in fail(tmp_path / "four", tmp_path / "out", "--dtype", "F32")
-    assert "no namespace" in fail(tmp_path / "nothing", tmp_path / "out", "--tp", 2, code=1)
+    assert "no such directory" in fail(tmp_path / "nothing", tmp_path / "out", "--tp", 2, code=3)
 
 
 def test_another_codec_and_back(url, tmp_path):

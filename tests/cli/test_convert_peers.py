@@ -108,7 +108,13 @@ def test_a_file_for_transformers_and_back(common, model, tmp_path):
     run(PEERS / "tier-tp2", tmp_path / "store", *common, "--page-order", "hnd")
     file = tmp_path / "prompt.safetensors"
     report = run(tmp_path / "store", file, "--transformers", "--tokens", tmp_path / "prompt")
-    assert (report["to"], report["files_written"]) == ("transformers", 1)
+    assert (report["to"], report["files_written"], report["objects_written"]) == ("transformers", 1, 0)
+    report = run(tmp_path / "store", file, "--transformers", "--tokens", tmp_path / "prompt")
+    assert (report["files_written"], report["files_present"]) == (0, 1)
+    (tmp_path / "mine").write_text("precious")
+    arguments = (tmp_path / "store", tmp_path / "mine", "--transformers", "--tokens", tmp_path / "prompt")
+    assert "is there already" in fail(*arguments)
+    assert (tmp_path / "mine").read_text() == "precious"
     report = run(file, tmp_path / "back")
     assert (report["from"], report["objects_written"]) == ("transformers", 2)
     first, second = (

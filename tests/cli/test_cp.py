@@ -53,5 +53,19 @@ def test_between_file_systems(store):
 
 def test_what_is_no_store_is_an_answer_of_no(tmp_path):
     result = CliRunner().invoke(main, ["cp", str(tmp_path / "nothing"), str(tmp_path / "copy")])
+    assert result.exit_code == 3
+    assert "no such directory" in result.stderr
+    (tmp_path / "empty").mkdir()
+    result = CliRunner().invoke(main, ["cp", str(tmp_path / "empty"), str(tmp_path / "copy")])
     assert result.exit_code == 1
     assert "no namespace" in result.stderr
+
+
+@pytest.mark.parametrize(("source", "target"), [("store", "store/copy"), ("store/deep", "store")])
+def test_a_store_within_the_other_is_refused(store, tmp_path, source, target):
+    (tmp_path / source).mkdir(exist_ok=True)
+    before = content(store)
+    result = CliRunner().invoke(main, ["cp", str(tmp_path / source), str(tmp_path / target)])
+    assert result.exit_code == 2
+    assert "lies within" in result.stderr
+    assert content(store) == before

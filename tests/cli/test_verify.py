@@ -28,7 +28,7 @@ def names(cache: Cache) -> list[str]:
 def test_a_sound_store(cache, names):
     result = run(cache.store.url)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.startswith("4 objects in 1 namespaces checked (every byte)")
+    assert result.stdout.startswith("4 objects in 1 namespace checked (every byte)")
     assert result.stdout.endswith("sound\n")
 
 

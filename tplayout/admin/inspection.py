@@ -101,7 +101,9 @@ def find(
             if stored.key.hex().startswith(wanted):
                 found.setdefault((space.name, stored.key), []).append(stored)
     if not found:
-        raise NotFound(f"{store.url}: no chunk's key begins with {wanted}; `tplayout ls URL NAMESPACE` shows keys")
+        is_namespace = any(name.startswith(wanted) for name in catalog.namespaces)
+        hint = "it is a namespace: see --namespace" if is_namespace else "`tplayout ls URL NAMESPACE` shows keys"
+        raise NotFound(f"{store.url}: no chunk's key begins with {wanted}; {hint}")
     if len(found) > 1:
         some = ", ".join(f"{key.hex()[:16]} in {name[:8]}" for name, key in sorted(found)[:5])
         raise ConfigError(f"{len(found)} chunks begin with {wanted}: {some}; give more digits, or --namespace")

@@ -17,7 +17,7 @@ from tplayout.admin.pages import PagedSource, check_statement
 from tplayout.admin.progress import Progress, silent
 from tplayout.admin.selection import prompt_chunks
 from tplayout.admin.transfer import read_prefix, store_prefix
-from tplayout.admin.transformers_file import TransformersFile, TransformersWriter, check_geometry
+from tplayout.admin.transformers_file import TransformersFile, TransformersWriter, check_geometry, is_there
 from tplayout.admin.vllm_tier import Rows, Tier, TierWriter, write_config
 from tplayout.errors import ConfigError
 from tplayout.format.identity import Identity
@@ -129,10 +129,13 @@ def store_to_transformers(
     check_geometry(origin.identity.geometry)
     chunks = prompt_chunks(build_index(origin), tokens)
     report = Report(prefixes=1, namespace=origin.name)
+    stored = [token for chunk in chunks for token in chunk.tokens]
+    if is_there(file, origin.identity, origin.document.model, stored):
+        report.files_present = 1
+        return report
     report.files_written = 1
     if dry_run:
         return report
-    stored = [token for chunk in chunks for token in chunk.tokens]
     writer = TransformersWriter(file, origin.identity, origin.document.model, stored)
     try:
         report.tally = read_prefix(origin, chunks, writer, jobs, progress)

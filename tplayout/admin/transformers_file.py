@@ -18,7 +18,7 @@ import numpy as np
 
 from tplayout.admin.local_files import NewFile, ReadFile, os_errors
 from tplayout.admin.transfer import Bits, part_of
-from tplayout.errors import FormatError, GeometryError, Reason
+from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
 from tplayout.format.canonical import canonical_json, parse_json
 from tplayout.format.geometry import Geometry, Group
 from tplayout.format.header import LENGTH_BYTES, MAX_HEADER_BYTES, TensorInfo
@@ -47,6 +47,29 @@ def is_transformers_file(path: Path) -> bool:
             return MARK in file.safetensors_header().metadata
     except (OSError, FormatError):
         return False
+
+
+def is_there(path: Path, identity: Identity, model: str, tokens: Sequence[int]) -> bool:
+    """Whether the path holds this prompt's file already: what is written appears complete. ConfigError for another."""
+    try:
+        with ReadFile(path) as file:
+            layout = _layout(identity, model, len(tokens))
+            ids = layout.spans["input_ids"]
+            if (
+                file.size == layout.nbytes
+                and file.read(0, len(layout.header)) == layout.header
+                and file.read(ids.start, len(ids)) == _ids(tokens)
+            ):
+                return True
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    raise ConfigError(f"{path} is there already and is not the file of this prompt: remove it, or give another DST")
+
+
+def _ids(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, "<i8").tobytes()
 
 
 @dataclass(frozen=True)
@@ -96,7 +119,7 @@ class TransformersWriter:
         with os_errors():
             self._file = NewFile(path, layout.nbytes)
             self._file.write(0, layout.header)
-            self._file.write(self._spans["input_ids"].start, np.asarray(tokens, "<i8").tobytes())
+            self._file.write(self._spans["input_ids"].start, _ids(tokens))
 
     def take(self, group: int, tokens: range, bits: Bits) -> None:
         """See `Sink`."""

@@ -128,7 +128,10 @@ def open_tier(config: Path) -> Tier:
         numbers += [group["tokens_per_block"] for group in names]
         if not all(type(number) is int and number > 0 for number in numbers):
             raise ValueError("numbers must be whole and above 0")
-    except (ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
+        detail = f"no config.json of vLLM's tier: it has no {error}"
+        raise FormatError(Reason.BAD_METADATA, detail, str(config)) from None
+    except (ValueError, TypeError) as error:
         raise FormatError(Reason.BAD_METADATA, f"no config.json of vLLM's tier: {error!r}", str(config)) from None
     tier = Tier(config.parent.parent, fields)
     if config.parent.name != tier.base:

@@ -223,6 +223,12 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.4g} TiB"
 
 
+def count_of(number: int, noun: str) -> str:
+    """A number of things for people: "1 prefix", "2 prefixes"."""
+    plural = f"{noun}es" if noun.endswith("x") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def parse_size(text: str) -> int:
     """Bytes of "500", "64K", "1.5GiB" (powers of 1024); an option's `type`. click.BadParameter for others."""
     digits = text.rstrip("BKMGTibkmgt")

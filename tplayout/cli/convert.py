@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tplayout.cli.common import (
+    count_of,
     dry_run_option,
     emit_json,
     json_option,
@@ -112,8 +113,10 @@ def command(source: str, destination: str, as_json: bool, **options: Any) -> int
     if as_json:
         emit_json(document)
     else:
-        _show(report, options["dry_run"])
-    return 0 if report.complete else 1
+        _show(kind[1], report, options["dry_run"])
+    if not report.prefixes:
+        note(f"{source} holds no prefix to convert")
+    return 0 if report.complete and report.prefixes else 1
 
 
 def _convert(source: str, destination: str, options: dict[str, Any], tick: Any) -> tuple[tuple[str, str], Report]:
@@ -256,13 +259,14 @@ def _refuse(options: dict[str, Any], what: str, *names: str) -> None:
 
 def _document(kind: tuple[str, str], report: Report, dry_run: bool) -> dict[str, Any]:
     losses = getattr(report, "losses", {})
+    to_store = kind[1] == "store"  # else the tally is of what was read for the files
     return {
         "from": kind[0],
         "to": kind[1],
         "namespace": report.namespace,
         "prefixes": report.prefixes,
-        "objects_written": report.tally.written,
-        "objects_present": report.tally.present,
+        "objects_written": report.tally.written if to_store else 0,
+        "objects_present": report.tally.present if to_store else 0,
         "objects_absent": report.tally.absent,
         "files_written": report.files_written,
         "files_present": report.files_present,
@@ -285,20 +289,23 @@ def _document(kind: tuple[str, str], report: Report, dry_run: bool) -> dict[str,
     }
 
 
-def _show(report: Report, dry_run: bool) -> None:
+def _show(target: str, report: Report, dry_run: bool) -> None:
     would = "would write" if dry_run else "wrote"
-    if report.files_written or report.files_present:
-        say(f"{report.prefixes} prefixes: {would} {report.files_written} files, {report.files_present} were there")
+    if target != "store":
+        files = count_of(report.files_written, "file")
+        say(f"{count_of(report.prefixes, 'prefix')}: {would} {files}, {report.files_present} were there")
     else:
         tally = report.tally
         before = f", {size(report.bytes_read)} before" if report.bytes_read and not dry_run else ""
         say(
-            f"{report.prefixes} prefixes into namespace {report.namespace}: {would} {tally.written} objects "
-            f"({size(tally.nbytes)}{before}), {tally.present} were there"
+            f"{count_of(report.prefixes, 'prefix')} into namespace {report.namespace}: {would} "
+            f"{count_of(tally.written, 'object')} ({size(tally.nbytes)}{before}), {tally.present} were there"
         )
         if tally.absent:
             say(f"{tally.absent} objects are not to be had: SRC does not hold these windows any more")
     for name, loss in getattr(report, "losses", {}).items():
+        if not loss.count:  # all were there
+            continue
         say(
             f"group {name}: error at most {loss.max:.6g}, mean {loss.mean:.6g}, of {loss.count} values up to "
             f"{loss.largest:.6g}; {loss.clamped} clamped to the largest value"

@@ -9,6 +9,7 @@ import click
 
 from tplayout.cli.common import (
     confirm,
+    count_of,
     dry_run_option,
     emit_json,
     jobs_option,
@@ -83,10 +84,11 @@ def run(source: str, destination: str, options: dict[str, Any], move: bool) -> i
 
 def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> dict[str, Copied]:
     from tplayout.admin.chains import build_index
-    from tplayout.admin.copy import copy_namespace, move_namespace
+    from tplayout.admin.copy import check_not_nested, copy_namespace, move_namespace
     from tplayout.admin.namespaces import choose_namespace, names, open_namespace
     from tplayout.admin.selection import read_token_file, selected
 
+    check_not_nested(origin, target)
     secret, jobs = options["secret"], options["jobs"]
     prompts = [read_token_file(path) for path in options["token_files"]]
     if options["namespace"] or options["prefixes"] or prompts:
@@ -125,8 +127,7 @@ def _show(reports: dict[str, Copied], dry_run: bool, move: bool) -> None:
     would = "would be " if dry_run else ""
     for name, report in reports.items():
         moved = f", {report.removed} {would}removed from the source" if move else ""
-        say(
-            f"{name}: {report.copied} objects {would}copied ({size(report.nbytes)}), {report.present} were there{moved}"
-        )
+        copied = f"{count_of(report.copied, 'object')} {would}copied ({size(report.nbytes)})"
+        say(f"{name}: {copied}, {report.present} were there{moved}")
         for reason in report.damaged.values():
             note(f"damaged, {'left where it is' if move else 'not copied'}: {reason}")

@@ -15,6 +15,7 @@ from tplayout.admin.explain import MAX_SCAN, ChunkState, Explanation, Prompt, ex
 from tplayout.admin.selection import read_token_file
 from tplayout.admin.wanted import tokens_of_text, wanted_identity
 from tplayout.cli.common import (
+    count_of,
     emit_json,
     jobs_option,
     json_option,
@@ -201,7 +202,7 @@ def _print(url: str, answer: Explanation) -> None:
     size = answer.identity.geometry.chunk_tokens
     rest = answer.tokens - len(answer.chunks) * size
     behind = f", and {rest} tokens behind them, which are never stored" if rest else ""
-    say(f"prompt     {answer.tokens} tokens: {len(answer.chunks)} chunks of {size}{behind}")
+    say(f"prompt     {answer.tokens} tokens: {count_of(len(answer.chunks), 'chunk')} of {size}{behind}")
     say(f"namespace  {answer.identity.namespace}{'' if answer.exists else ' is not in this store'}")
     if answer.exists and answer.chunks:
         say()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tplayout.cli.common import (
+    count_of,
     dry_run_option,
     emit_json,
     json_option,
@@ -69,7 +70,8 @@ def command(url: str, file: Path, as_json: bool, **options: Any) -> int:
         emit_json(_document(done, file, options["dry_run"]))
     else:
         would = "would write" if options["dry_run"] else "wrote"
-        say(f"{would} {file}: {done.prefixes} prefixes, {done.objects} objects, {size(done.nbytes)}")
+        what = f"{count_of(done.prefixes, 'prefix')}, {count_of(done.objects, 'object')}"
+        say(f"{would} {file}: {what}, {size(done.nbytes)}")
     return 0
 
 

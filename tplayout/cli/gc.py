@@ -9,6 +9,7 @@ import click
 
 from tplayout.cli.common import (
     confirm,
+    count_of,
     dry_run_option,
     emit_json,
     jobs_option,
@@ -91,7 +92,9 @@ def command(url: str, as_json: bool, **options: Any) -> int:
         with progress("reading") as tick:
             decided = plan(store, limits, kept, options["namespace"], None, options["jobs"], tick)
         if not options["dry_run"] and (decided.names or decided.temporaries):
-            what = f"{len(decided.names)} objects and {len(decided.temporaries)} temporary files"
+            what = (
+                f"{count_of(len(decided.names), 'object')} and {count_of(len(decided.temporaries), 'temporary file')}"
+            )
             confirm(f"Delete {what} from {store.url}?", options["yes"])
             with progress("deleting") as tick:
                 carry_out(store, decided, tick)
@@ -127,7 +130,7 @@ def _show(decided: Plan, options: dict[str, Any]) -> None:
     if options["dry_run"]:
         for name in decided.names:
             say(name)
-    say(f"{would} {decided.chunks} chunks ({len(decided.names)} objects), {order}")
+    say(f"{would} {count_of(decided.chunks, 'chunk')} ({count_of(len(decided.names), 'object')}), {order}")
     if decided.temporaries:
         say(f"{would} {len(decided.temporaries)} temporary files of writers that died")
     say(f"{size(decided.before)} before, {size(decided.after)} after")

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from tplayout.cli.common import (
+    count_of,
     dry_run_option,
     emit_json,
     jobs_option,
@@ -57,7 +58,7 @@ def command(file: Path, url: str, as_json: bool, **options: Any) -> int:
     else:
         would = "would be " if options["dry_run"] else ""
         say(
-            f"namespace {done.namespace}: {done.objects} objects {would}imported ({size(done.nbytes)}), "
+            f"namespace {done.namespace}: {count_of(done.objects, 'object')} {would}imported ({size(done.nbytes)}), "
             f"{done.present} were there"
         )
         for reason in done.damaged.values():

@@ -246,7 +246,8 @@ def _print_chunk(opened: Opened, found: list[Cell], list_tokens: bool) -> None:
     say(f"  digests   {layout.digest_name}{f', secret {layout.key_id}' if layout.key_id else ''}; codec {opened.codec}")
     damaged = [one for one in found if one.ok is False]
     missing = layout.group.heads * len(layout.group.layers) - len(found)
-    say(f"  cells     {len(found)}, {len(damaged)} damaged" + (f", {missing} cut off" if missing else ""))
+    state = "not checked" if opened.unsure else f"{len(damaged)} damaged"
+    say(f"  cells     {len(found)}, {state}" + (f", {missing} cut off" if missing else ""))
     for one in damaged[:20]:
         say(f"            head {one.head}, layer {one.layer}")
     if len(damaged) > 20:

@@ -10,6 +10,7 @@ from tplayout.admin.catalog import Catalog, Namespace, scan
 from tplayout.admin.prefixes import Links, Segment, read_links, tree
 from tplayout.cli.common import (
     age,
+    count_of,
     emit_json,
     jobs_option,
     json_option,
@@ -118,7 +119,7 @@ def _print_prefixes(space: Namespace, segments: list[Segment], links: Links) -> 
     say(f"namespace {space.name}: {space.known().model}")
     say(f"  weights  {identity.weights}")
     say(f"  KV       {dtypes(identity.geometry)}, {shape(identity.geometry)}, computed in {identity.compute_dtype}")
-    say(f"  stored   {space.chunks} chunks of {tokens} tokens, {size(space.nbytes)}")
+    say(f"  stored   {count_of(space.chunks, 'chunk')} of {tokens} tokens, {size(space.nbytes)}")
     say()
     if segments:
         rows = [

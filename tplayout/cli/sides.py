@@ -60,7 +60,7 @@ def is_local(url: str) -> bool:
 
 def open_source(url: str, options: Mapping[str, Any], timeout: float, other: str) -> Store:
     """The store that is read. other: the second URL; options are for both, and a local one takes none."""
-    return open_store(url, {} if is_local(url) and not is_local(other) else options, timeout)
+    return open_store(url, {} if is_local(url) and not is_local(other) else options, timeout, must_exist=True)
 
 
 def open_destination(url: str, options: Mapping[str, Any], own: Mapping[str, Any], timeout: float, other: str) -> Store:

@@ -12,6 +12,7 @@ from tplayout.admin.quarantine import ON_REQUEST, Move, plan, quarantine
 from tplayout.admin.verify import TEMPORARY_AGE_S, Report, verify_store
 from tplayout.cli.common import (
     confirm,
+    count_of,
     dry_run_option,
     emit_json,
     jobs_option,
@@ -145,8 +146,7 @@ def command(
 
 
 def _counted(findings: list[Any]) -> str:
-    count = sum(len(finding.objects) or 1 for finding in findings)
-    return f"{count} object{'s' if count > 1 else ''}"
+    return count_of(sum(len(finding.objects) or 1 for finding in findings), "object")
 
 
 def _print_findings(report: Report, deep: bool) -> None:
@@ -156,7 +156,8 @@ def _print_findings(report: Report, deep: bool) -> None:
         say(f"    {reason}{finding.detail}")
         say(f"    fix: {finding.fix}")
     depth = "every byte" if deep else "sizes, headers and keys"
-    say(f"{report.checked} objects in {report.namespaces} namespaces checked ({depth}), {size(report.nbytes)} read")
+    where = count_of(report.namespaces, "namespace")
+    say(f"{count_of(report.checked, 'object')} in {where} checked ({depth}), {size(report.nbytes)} read")
     kinds = Counter(finding.kind.value for finding in report.damage)
     if kinds:
         say("NOT sound: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
