@@ -57,6 +57,17 @@ def test_another_digest_is_named(store: Store) -> None:
     assert store.get(NAME) == document("a", digest="blake3")
 
 
+def test_another_codec_is_named_and_nothing_is_stored(store: Store) -> None:
+    """A server that began while the store was away, say: once restarted it takes the codec over."""
+    packed = document("a").replace(b'"codec": "none"', b'"codec": "shuffle-zstd"')
+    store.put(NAME, packed)
+    saved = publish(store, document("a"))
+    assert (saved.outcome, saved.kind) == ("error", NAMESPACE_DIFFERS)
+    assert "storage.codec: ours 'none', theirs 'shuffle-zstd'; restart this server" in saved.detail
+    assert probe(bench(store, document("a")), Probe(1)).kind == NAMESPACE_DIFFERS
+    assert publish(store, packed).outcome == "saved"
+
+
 def test_a_damaged_document_is_left_alone(store: Store) -> None:
     store.put(NAME, b"{")
     saved = publish(store, document("a"))
