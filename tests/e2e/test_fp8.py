@@ -12,8 +12,9 @@ from e2e_store import namespace_of, verified, wait_until_stored
 
 SCALES = [(0.5, 0.25), (0.5, 0.125), (0.25, 0.25), (0.125, 0.5)]  # of K and V, a layer
 FULL = 2 * CHUNK
-# KV computed at another TP size differs in its last bits, and now and then rounds to a neighbour in fp8.
-ROUNDED = 2e-2
+# KV computed at another TP size differs in its last bits, and now and then rounds to a neighbour in fp8: that of the
+# tokens behind the loaded ones, at least. Seen is 3e-3 with three bits of mantissa, 2e-2 with two.
+E4M3, E5M2 = 2e-2, 1e-1
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +70,10 @@ def test_another_tp_size(root: Path, logs: Path, scaled: Path, prompt: list[int]
     with engine(of_checkpoint(scaled, 2, root, block_size=64), logs / "fp8-tp2.log") as running:
         answer, count = supplied(running, prompt)
         assert count == FULL
-        assert_same(answer, written)
+        assert_same(answer, written, E4M3)
         cold = running.generate(prompt, salt="cold")
     assert cold.cached == 0
-    assert_same(answer, cold, ROUNDED)
+    assert_same(answer, cold, E4M3)
 
 
 @pytest.mark.row("fp8 KV cache", "other scales: kept apart")
@@ -113,8 +114,8 @@ def test_e5m2_from_tp2(one_process: OneProcess, tmp_path: Path, logs: Path, prom
     plain = one_process.plain(**args).generate(prompt)
     answer, count = supplied(one_process.offloading(root, **args), prompt)
     assert count == FULL
-    assert_same(answer, wrote)
-    assert_same(answer, plain, ROUNDED)
+    assert_same(answer, wrote, E5M2)
+    assert_same(answer, plain, E5M2)
 
 
 @pytest.mark.slow
