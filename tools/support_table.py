@@ -3,8 +3,9 @@
     python tools/support_table.py           # prints the table
     python tools/support_table.py --write   # puts it into README.md
 
-A test shows a case of a row with `@pytest.mark.row("row", "case")`; `refused=True`: a real start of vLLM is refused by
-name. A row without a test, or a test of a row that is not named here, is an error.
+A test shows a case of a row with `@pytest.mark.row("row", "case")`; `verdict=` says what happens if it does not simply
+work ("refused": a real start of vLLM is refused by name). A row without a test is an error, and so is a test of a row
+that is not named here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,35 @@ PROJECT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- rows: written by tools/support_table.py -->\n", "<!-- rows: end -->\n"
 
 # In the order of the table.
-ROWS = ()
+ROWS = (
+    "Grouped-query attention",
+    "TP larger than the number of KV heads",
+    "Qwen3, Qwen3-MoE, Mistral (all sliding window)",
+    "Sliding window + full attention (Gemma-3, GPT-OSS)",
+    "KV shared between layers (Gemma-3n)",
+    "MLA (DeepSeek-V2)",
+    "Pipeline parallel",
+    "Data parallel",
+    "fp8 KV cache",
+    "LoRA",
+    "Cache salt",
+    "Prompt embeddings",
+    "Multimodal items",
+    "Speculative decoding",
+    "Block sizes and chunk sizes",
+    "Chunked prefill and engine settings",
+    "Asynchronous scheduling (vLLM's own Scheduler, without an engine: the CPU platform has none)",
+    "Cache reset",
+    "Sleep mode",
+    "Weights updated in place",
+    "Page layouts",
+    "Recurrent hybrids (Falcon-H1, Qwen3-Next)",
+    "Encoder-decoder, cross attention",
+    "KV quantised per token and head",
+    "KV dtype other than the compute dtype",
+    "Context parallel (DCP, PCP)",
+    "Several nodes an engine",
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +62,7 @@ class Case:
 
     row: str
     text: str
-    refused: bool
+    verdict: str
     file: str
     everyday: bool
 
@@ -55,7 +84,7 @@ class Collector:
                 file = item.path.relative_to(PROJECT).as_posix()
                 everyday = item.get_closest_marker("slow") is None
                 row, text = mark.args
-                self.cases.append(Case(row, text, mark.kwargs.get("refused", False), file, everyday))
+                self.cases.append(Case(row, text, mark.kwargs.get("verdict", "works"), file, everyday))
 
 
 def collect() -> list[Case]:
@@ -79,17 +108,17 @@ def table(cases: Iterable[Case], rows: Sequence[str] = ROWS) -> str:
         raise ValueError(f"no test shows {missing}")
     lines = ["| what | | cases | shown by |", "| --- | --- | --- | --- |"]
     for row in rows:
-        for refused in (False, True):
-            found = [case for case in cases if case.row == row and case.refused == refused]
-            if found:
-                lines.append(_line(row, refused, found))
+        mine = [case for case in cases if case.row == row]
+        for verdict in dict.fromkeys(case.verdict for case in mine):
+            lines.append(_line(row, verdict, [case for case in mine if case.verdict == verdict]))
     return "\n".join(lines) + "\n"
 
 
-def _line(row: str, refused: bool, cases: list[Case]) -> str:
-    texts = dict.fromkeys(case.text if case.everyday else f"{case.text}*" for case in cases)
+def _line(row: str, verdict: str, cases: list[Case]) -> str:
+    everyday = {case.text for case in cases if case.everyday}
+    texts = dict.fromkeys(case.text if case.text in everyday else f"{case.text} *" for case in cases)
     files = dict.fromkeys(f"[{Path(case.file).stem}]({case.file})" for case in cases)
-    return f"| {row} | {'refused' if refused else 'works'} | {'; '.join(texts)} | {', '.join(files)} |"
+    return f"| {row} | {verdict} | {'<br>'.join(texts)} | {', '.join(files)} |"
 
 
 def replaced(readme: str, rows: str) -> str:

@@ -21,7 +21,7 @@ def references(one_process: OneProcess) -> References:
 
 def case(chunk: int, *blocks: int, slow: bool = True) -> object:
     """A chunk size and the block sizes of the engines, in their order."""
-    row = pytest.mark.row("block size, chunk size", f"chunks of {chunk}: blocks of {' → '.join(map(str, blocks))}")
+    row = pytest.mark.row("Block sizes and chunk sizes", f"chunks of {chunk}: blocks of {' → '.join(map(str, blocks))}")
     return pytest.param(chunk, blocks, id=f"chunk{chunk}", marks=[row, pytest.mark.slow] if slow else [row])
 
 
@@ -44,7 +44,7 @@ def test_chain(
 
 
 @pytest.mark.slow
-@pytest.mark.row("block size, chunk size", f"chunks of 256: blocks of {' → '.join(map(str, BLOCKS))}")
+@pytest.mark.row("Block sizes and chunk sizes", f"chunks of 256: blocks of {' → '.join(map(str, BLOCKS))}")
 def test_the_default_chunk(one_process: OneProcess, references: References, tmp_path: Path) -> None:
     chain = Chain(tmp_path / "store", 256, references)
     for block in BLOCKS:

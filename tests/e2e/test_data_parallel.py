@@ -25,7 +25,7 @@ def two(root: Path, logs: Path) -> Iterator[Engine]:
         yield running
 
 
-@pytest.mark.row("data parallel", "DP=2, TP=1: what one engine wrote the other reads, both ways")
+@pytest.mark.row("Data parallel", "DP=2, TP=1: what one engine wrote the other reads, both ways")
 def test_each_reads_what_the_other_wrote(two: Engine, one_process: OneProcess, root: Path) -> None:
     for writer in RANKS:
         tokens = noise(FULL + 40, 1 + writer)
@@ -40,7 +40,7 @@ def test_each_reads_what_the_other_wrote(two: Engine, one_process: OneProcess, r
     assert len(verified(root)) == 2 * FULL // CHUNK
 
 
-@pytest.mark.row("data parallel", "DP=2, TP=1: one server's answers from the store after both engines forgot")
+@pytest.mark.row("Data parallel", "DP=2, TP=1: one server's answers from the store after both engines forgot")
 def test_both_read_at_once(two: Engine, one_process: OneProcess, root: Path) -> None:
     tokens = noise(FULL + 40, 3)
     wanted = one_process.plain().generate(tokens)

@@ -49,7 +49,10 @@ def server(chain: Chain, logs: Path) -> Iterator[Engine]:
     [
         pytest.param(
             name,
-            marks=[pytest.mark.row("engine settings", name), *([] if name in FAST else [pytest.mark.slow])],
+            marks=[
+                pytest.mark.row("Chunked prefill and engine settings", name),
+                *([] if name in FAST else [pytest.mark.slow]),
+            ],
         )
         for name in SETTINGS
     ],
@@ -63,7 +66,7 @@ def loads(running: Engine) -> float:
     return running.metrics()["vllm:tplayout_loads_total"]
 
 
-@pytest.mark.row("cache reset", "reset_prefix_cache with and without reset_connector")
+@pytest.mark.row("Cache reset", "reset_prefix_cache with and without reset_connector")
 def test_reset(server: Engine, chain: Chain) -> None:
     tokens, wanted = noise(LENGTH, 1), chain.references.known[1]
     forget(server)
@@ -78,7 +81,7 @@ def test_reset(server: Engine, chain: Chain) -> None:
         assert loads(server) - before == (chain.full // CHUNK if connector else 0)
 
 
-@pytest.mark.row("sleep mode", "sleep at levels 1 and 2, then wake up (on the CPU weights and KV stay in memory)")
+@pytest.mark.row("Sleep mode", "sleep at levels 1 and 2, then wake up (on the CPU weights and KV stay in memory)")
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep(server: Engine, chain: Chain, level: int) -> None:
     """Sleeping empties vLLM's prefix cache; what was stored is there when it wakes up."""

@@ -119,7 +119,9 @@ def test_e5m2_from_tp2(one_process: OneProcess, tmp_path: Path, logs: Path, prom
 
 
 @pytest.mark.slow
-@pytest.mark.row("KV dtype other than the compute dtype", "bfloat16 KV with --dtype float32, on the CPU", refused=True)
+@pytest.mark.row(
+    "KV dtype other than the compute dtype", "bfloat16 KV with --dtype float32, on the CPU", verdict="refused"
+)
 def test_a_dtype_that_the_backend_does_not_convert(one_process: OneProcess, tmp_path: Path) -> None:
     """vLLM takes these settings, and its CPU backend then writes behind each page."""
     with pytest.raises(EngineFailed, match=r"layer model\.layers\.0\.self_attn\.attn .*other than torch\.float32"):

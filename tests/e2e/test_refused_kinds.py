@@ -35,27 +35,27 @@ def assert_refused(lines: list[str], *words: str, error: str = "tplayout.errors.
     assert any(all(word in text for word in words) for text in named), named or lines[-40:]
 
 
-@pytest.mark.row("Recurrent hybrids (Falcon-H1, Qwen3-Next)", "Falcon-H1", refused=True)
+@pytest.mark.row("Recurrent hybrids (Falcon-H1, Qwen3-Next)", "Falcon-H1", verdict="refused")
 def test_falcon_h1(tmp_path: Path) -> None:
     lines = refusal(tmp_path, "falcon-h1", enable_prefix_caching=False)
     assert_refused(lines, "layer model.", ".mixer (recurrent state)", "not supported")
 
 
 @pytest.mark.slow
-@pytest.mark.row("Recurrent hybrids (Falcon-H1, Qwen3-Next)", "Qwen3-Next", refused=True)
+@pytest.mark.row("Recurrent hybrids (Falcon-H1, Qwen3-Next)", "Qwen3-Next", verdict="refused")
 def test_qwen3_next(tmp_path: Path) -> None:
     lines = refusal(tmp_path, "qwen3-next")
     assert_refused(lines, "layer model.layers.0.linear_attn (recurrent state)", "not supported")
 
 
 @pytest.mark.slow
-@pytest.mark.row("Encoder-decoder, cross attention", "Whisper", refused=True)
+@pytest.mark.row("Encoder-decoder, cross attention", "Whisper", verdict="refused")
 def test_whisper(tmp_path: Path) -> None:
     lines = refusal(tmp_path, demo_models.ENCODER_DECODER, skip_tokenizer_init=False, max_model_len=400)
     assert_refused(lines, "encoder-decoder", "not supported")
 
 
-@pytest.mark.row("KV quantised per token and head", "int8_per_token_head, fp8_per_token_head", refused=True)
+@pytest.mark.row("KV quantised per token and head", "int8_per_token_head, fp8_per_token_head", verdict="refused")
 @pytest.mark.parametrize("dtype", ["int8_per_token_head", pytest.param("fp8_per_token_head", marks=pytest.mark.slow)])
 def test_scales_of_every_token(tmp_path: Path, dtype: str) -> None:
     lines = refusal(tmp_path, "llama", kv_cache_dtype=dtype)
@@ -63,7 +63,7 @@ def test_scales_of_every_token(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.row("Context parallel (DCP, PCP)", "decode context parallel", refused=True)
+@pytest.mark.row("Context parallel (DCP, PCP)", "decode context parallel", verdict="refused")
 def test_decode_context_parallel(tmp_path: Path) -> None:
     """Two ranks hold every other token of the latent, which is what makes it possible at TP=2."""
     mla = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
@@ -71,14 +71,14 @@ def test_decode_context_parallel(tmp_path: Path) -> None:
     assert_refused(lines, "context parallelism splits tokens over ranks", "not support")
 
 
-@pytest.mark.row("Context parallel (DCP, PCP)", "prefill context parallel, by vLLM's CPU build", refused=True)
+@pytest.mark.row("Context parallel (DCP, PCP)", "prefill context parallel, by vLLM's CPU build", verdict="refused")
 def test_prefill_context_parallel(tmp_path: Path) -> None:
     lines = refusal(tmp_path, "llama", prefill_context_parallel_size=2)
     assert_refused(lines, "does not support: prefill context parallel", error="Value error")
 
 
 @pytest.mark.slow
-@pytest.mark.row("Several nodes an engine", "nnodes=2", refused=True)
+@pytest.mark.row("Several nodes an engine", "nnodes=2", verdict="refused")
 def test_two_nodes(tmp_path: Path) -> None:
     """Both nodes are on this machine, which vLLM does not mind: each runs one of two ranks."""
     nodes = {

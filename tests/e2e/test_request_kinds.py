@@ -37,7 +37,7 @@ def running(one_process: OneProcess, root: Path, wanted: Output) -> Engine:
     return one_process.offloading(root, **EMBEDS)
 
 
-@pytest.mark.row("cache salt", "two salts and none: kept apart, each finds its own")
+@pytest.mark.row("Cache salt", "two salts and none: kept apart, each finds its own")
 def test_salts(running: Engine, root: Path, prompt: list[int], wanted: Output) -> None:
     salts = ("tenant-1", "tenant-2", None)
     for number, salt in enumerate(salts, 1):
@@ -67,7 +67,7 @@ def embeddings(model: str, tokens: list[int], file: Path) -> Path:
     return file
 
 
-@pytest.mark.row("prompt embeddings", "not stored, not looked up, counted as skipped")
+@pytest.mark.row("Prompt embeddings", "not looked up, counted as skipped", verdict="served, not stored")
 def test_prompt_embeddings(running: Engine, root: Path, tmp_path: Path, prompt: list[int], wanted: Output) -> None:
     """Embeddings have no token ids, so nothing names their KV; the same text as tokens was stored before."""
     stored, before = objects(root), skipped(running, "request-prompt-embeds")
@@ -91,7 +91,11 @@ def sound(seed: int, file: Path) -> Path:
     return file
 
 
-@pytest.mark.row("multimodal items", "audio (Qwen2-Audio): not stored, not looked up, counted as skipped; text is")
+@pytest.mark.row(
+    "Multimodal items",
+    "audio (Qwen2-Audio): not looked up, counted as skipped; requests of text alone are stored",
+    verdict="served, not stored",
+)
 def test_multimodal_items(one_process: OneProcess, tmp_path: Path) -> None:
     """An item's identifier may be the caller's own, so that nothing names its KV; text of the same model is stored."""
     root, model = tmp_path / "store", audio_model(tmp_path / "model")

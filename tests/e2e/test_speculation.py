@@ -83,7 +83,7 @@ def chunks(root: Path, tokens: list[int]) -> list[np.ndarray]:
 
 
 def case(kind: str, what: str, slow: bool = False) -> object:
-    row = pytest.mark.row("speculative decoding", what)
+    row = pytest.mark.row("Speculative decoding", what)
     return pytest.param(kind, id=kind, marks=[row, pytest.mark.slow] if slow else row)
 
 

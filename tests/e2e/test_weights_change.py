@@ -24,7 +24,11 @@ def tuned(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.row("Weights updated in place", "reload_weights at TP=2: nothing is saved or loaded any more")
+@pytest.mark.row(
+    "Weights updated in place",
+    "reload_weights at TP=2: noticed, nothing is saved or loaded any more",
+    verdict="cache off",
+)
 def test_weights_reloaded_in_place(tmp_path: Path, logs: Path) -> None:
     root, other = tmp_path / "store", tuned(tmp_path / "tuned")
     old, new = noise(FULL + 9, 51), noise(FULL + 9, 52)
