@@ -2,12 +2,12 @@
 
 import pytest
 
-from tplayout.admin.chains import build_index
-from tplayout.admin.copy import check_apart, copy_namespace, move_namespace, recode
+from tplayout.admin.chains import Chunk, Index, build_index
+from tplayout.admin.copy import check_apart, copy_namespace, move_namespace, only_of, recode
 from tplayout.admin.namespaces import begin_namespace, open_namespace
 from tplayout.errors import ConfigError, NamespaceMismatch, StorageTimeout
 from tplayout.format.geometry import Part
-from tplayout.format.keys import object_name
+from tplayout.format.keys import ROOT, object_name
 from tplayout.storage.url import open_store
 
 SECRET = b"0123456789abcdef"
@@ -228,3 +228,29 @@ def test_damage_in_a_packed_namespace_is_not_copied(packed, kit, target):
     assert list(report.tally.damaged) == [name]
     assert not report.complete
     assert name not in kit.content(target)
+
+
+def test_what_other_prefixes_share_is_found_without_going_over_it_for_each(filled):
+    looks = 0
+
+    class Counted(dict):
+        def __getitem__(self, key):
+            nonlocal looks
+            looks += 1
+            return super().__getitem__(key)
+
+    index = Index(filled, Counted())
+    keys = [number.to_bytes(32, "big") for number in range(1, 4001)]
+    for before, key in zip([ROOT, *keys], keys, strict=False):
+        index.chunks[key] = Chunk(key, before)
+    forks = [number.to_bytes(32, "big") for number in range(5001, 7001)]
+    for key, before in zip(forks, keys[1000:], strict=False):
+        index.chunks[key] = Chunk(key, before)
+    assert only_of(index, [keys[-1]]) == set(keys[3000:])
+    assert looks < 4 * len(index.chunks)
+
+
+def test_progress_knows_how_much_there_is(filled, target):
+    seen = []
+    copy_namespace(filled, target, progress=lambda done, total, nbytes: seen.append((done, total)))
+    assert seen == [(done, 10) for done in range(1, 11)]

@@ -60,3 +60,14 @@ def test_damage_is_named(kit, store):
     store.put(object_name, bytes(data) + b"x")
     with pytest.raises(FormatError, match="trailing"):
         namespace.read(key, 0)
+
+
+def test_what_another_began_at_the_same_moment_counts(kit, store, monkeypatch):
+    put = type(store).put
+
+    def overtaken(self, key, data, **options):
+        put(self, key, data, **options)
+        put(self, key, bytes(data).replace(b'"none"', b'"shuffle-zstd"'), **options)
+
+    monkeypatch.setattr(type(store), "put", overtaken)
+    assert begin_namespace(store, kit.identity(), None, "m").codec.name == "shuffle-zstd"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tplayout.cache import Cache, check_document, check_namespace
+from tplayout.cache.namespace import open_namespace
 from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, NotFound, Reason
 from tplayout.format.digest import secret_id
 from tplayout.format.identity import Identity, namespace_document, parse_namespace_document
@@ -178,3 +179,16 @@ class TestCheckNamespace:
         with pytest.raises(FormatError) as caught:
             check_document(b"{}", ours, one_group.namespace)
         assert caught.value.reason is Reason.WRONG_VERSION
+
+
+def test_what_another_began_at_the_same_moment_counts(
+    store: Store, one_group: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = type(store).put
+
+    def overtaken(self: Store, key: str, data: bytes, **options: Any) -> None:
+        put(self, key, data, **options)
+        put(self, key, data.replace(b'"none"', b'"shuffle-zstd"'), **options)
+
+    monkeypatch.setattr(type(store), "put", overtaken)
+    assert open_namespace(store, one_group, None, True, "m")[1] == "shuffle-zstd"

@@ -88,7 +88,7 @@ def test_size_for_people():
 
 
 def test_what_a_store_says_cannot_steer_the_terminal():
-    assert plain("a\x1b[31mb\nc") == "a\ufffd[31mb\nc"
+    assert plain("a\x1b[31mb\nsound") == "a\ufffd[31mb\ufffdsound"
 
 
 def test_tables_in_a_pipe_are_not_folded(capsys):

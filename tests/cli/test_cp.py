@@ -43,6 +43,19 @@ def test_damage_is_an_exit_code_of_1(store, tmp_path):
     assert damaged == [str(name.relative_to(store))]
 
 
+@pytest.mark.parametrize("verb", ["cp", "mv"])
+def test_a_namespace_that_cannot_be_read_keeps_no_other_back(store, tmp_path, verb):
+    sound = store_prompts(store, TOKENS)
+    (document,) = set(store.glob("*/namespace.json")) - {store / sound / "namespace.json"}
+    document.write_text("{")
+    options = ["--yes"] if verb == "mv" else []
+    spaces = run(verb, store, tmp_path / "copy", *options, code=1)["namespaces"]
+    assert spaces[sound]["copied"] == 4
+    assert list(spaces[document.parent.name]["damaged"]) == [f"{document.parent.name}/namespace.json"]
+    assert len(content(tmp_path / "copy")) == 5
+    assert document.read_text() == "{"
+
+
 def test_between_file_systems(store):
     """memory:// lives in one process, so this one is not a subprocess."""
     url = f"memory://{str(store).strip('/')}/copy"

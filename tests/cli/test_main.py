@@ -93,15 +93,15 @@ def test_every_verb_documents_itself(verb):
         assert not isinstance(option, click.Option) or option.help, option.name
 
 
-@pytest.mark.parametrize("verb", ["ls", "du", "inspect", "verify", "explain"])
+@pytest.mark.parametrize("verb", ["ls", "du", "inspect", "verify", "explain", "gc", "export"])
 def test_a_directory_that_is_not_there_is_not_reached(verb, tmp_path):
     tokens, model = tmp_path / "tokens", tmp_path / "model"
     tokens.write_text("1 2 3")
     config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}
     model.mkdir()
     (model / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
-    options = ["--model", str(model), "--tokens", str(tokens)] if verb == "explain" else []
-    result = CliRunner().invoke(main, [verb, str(tmp_path / "none"), *options])
+    options = {"explain": ["--model", str(model), "--tokens", str(tokens)], "export": [str(tmp_path / "file")]}
+    result = CliRunner().invoke(main, [verb, str(tmp_path / "none"), *options.get(verb, ())])
     assert (result.exit_code, result.stdout) == (3, "")
     assert "no such directory" in result.stderr
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tplayout.admin.chains import SMALL_READS, Index, build_index
+from tplayout.admin.local_files import ReadFile
 from tplayout.admin.namespaces import (
     OpenNamespace,
     begin_namespace,
@@ -16,11 +18,11 @@ from tplayout.admin.namespaces import (
     unwritten,
 )
 from tplayout.admin.parallel import in_order
-from tplayout.admin.progress import Progress, silent
-from tplayout.admin.shard_files import ShardHeader, ranks_of
-from tplayout.admin.shards import ShardSet, ShardWriter
+from tplayout.admin.progress import Parts, Progress, silent
+from tplayout.admin.shard_files import ShardHeader, ranks_of, read_shard_header
+from tplayout.admin.shards import ShardSet, ShardWriter, shard_files
 from tplayout.admin.transfer import Tally, read_prefix, store_prefix
-from tplayout.errors import ConfigError, NamespaceMismatch, NotFound
+from tplayout.errors import ConfigError, NamespaceMismatch, NotFound, TPLayoutError
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
 from tplayout.format.keys import NO_EXTRAS, ROOT, ChunkId, chunk_key
@@ -88,7 +90,7 @@ def chain_of_digests(namespace: bytes, tokens: Sequence[int], extras: Sequence[b
 
 
 def import_shards(
-    directories: Iterable[Path],
+    directories: Sequence[Path],
     store: Store,
     identity: Identity | None = None,
     secret: bytes | None = None,
@@ -103,17 +105,27 @@ def import_shards(
     NamespaceMismatch naming the first field in which they differ; as `ShardSet` for files that do not fit.
     """
     report = Report()
+    parts = Parts(progress, sum(map(_objects_in, directories)))
     for directory in directories:
         with ShardSet(directory) as shards:
             own = _identity_of(shards, identity)
             target = target_namespace(store, own, secret, model or shards.header.model, dry_run)
             tokens = shards.tokens()
             chunks = chain_of_digests(target.digest, tokens, shards.extras(), target.chunk_tokens)
-            report.tally.add(store_prefix(shards, chunks, target, jobs, progress, dry_run))
+            part = parts.part(len(chunks) * len(own.geometry.groups))
+            report.tally.add(store_prefix(shards, chunks, target, jobs, part, dry_run))
             report.prefixes += 1
             report.rest += len(tokens) % target.chunk_tokens
             report.namespace = target.name
     return report
+
+
+def _objects_in(directory: Path) -> int:
+    """How many objects a shard set will give, by its first file; 0 for what is none, as opening it will tell."""
+    with suppress(TPLayoutError, OSError), ReadFile(shard_files(directory)[0]) as file:
+        header = read_shard_header(file.safetensors_header(), str(file.path))
+        return header.tokens // header.geometry.chunk_tokens * len(header.geometry.groups)
+    return 0
 
 
 def _identity_of(shards: ShardSet, stated: Identity | None) -> Identity:
@@ -158,7 +170,10 @@ def export_shards(
     report = Report(namespace=origin.name)
     paths = list(index.prefixes()) if keys is None else [path_to(index, key) for key in keys]
     skip_gaps(index, report)
+    groups = len(origin.identity.geometry.groups)
+    parts = Parts(progress, sum(map(len, paths)) * groups)
     for path in paths:
+        part = parts.part(len(path) * groups)
         chunks = chunks_of(index, path)
         absent = _absent(index, path)
         has_extras = any(chunk.extras != NO_EXTRAS for chunk in chunks)
@@ -178,7 +193,7 @@ def export_shards(
         try:
             report.files_present += writer.present
             if writer.missing:
-                tally = read_prefix(origin, chunks, writer, jobs, progress)
+                tally = read_prefix(origin, chunks, writer, jobs, part)
                 report.tally.add(tally)
                 if tally.damaged:
                     report.skipped[path[-1].hex()] = f"{len(tally.damaged)} damaged objects"

@@ -7,7 +7,7 @@ continued by running it again. Nothing but names and sizes is kept in memory, an
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tplayout.admin.catalog import RESERVED
@@ -98,7 +98,7 @@ def copy_namespace(
     opened = _opened(origin, target, secret, dry_run, codec)
     there = {info.key: info.size for info in target.list(f"{origin.name}/")}
     if keys is None:
-        places: Iterable[Place] = ((name.key, name.group_index, info.size) for name, info in origin.objects())
+        places = [(name.key, name.group_index, info.size) for name, info in origin.objects()]
     else:
         places = _places(index or build_index(origin), keys)
 
@@ -138,7 +138,7 @@ def copy_namespace(
         copied.read += each.read
         copied.nbytes += each.nbytes
         copied.damaged |= each.damaged
-        progress(done, None, copied.nbytes)
+        progress(done, len(places), copied.nbytes)
     return copied
 
 
@@ -184,7 +184,7 @@ def move_namespace(
     copied = copy_namespace(origin, target, secret, keys, index, jobs, progress, dry_run, recheck=True)
     copied.damaged = {**{name: str(error) for name, error in index.damaged.items()}, **copied.damaged}
     depths = index.depths()
-    moved = set(depths) if keys is None else _only_of(index, keys)
+    moved = set(depths) if keys is None else only_of(index, keys)
     order = sorted(moved, key=lambda key: (depths[key], key), reverse=True)
     names = [origin.object_name(key, group) for key in order for group in index.chunks[key].objects]
     names = [name for name in names if name not in copied.damaged]
@@ -228,14 +228,15 @@ def _places(index: Index, keys: Sequence[bytes]) -> list[Place]:
     return list(dict.fromkeys(places))
 
 
-def _only_of(index: Index, keys: Sequence[bytes]) -> set[bytes]:
+def only_of(index: Index, keys: Sequence[bytes]) -> set[bytes]:
     """The chunks of these prefixes that no chunk of another prefix needs."""
     mine = {key for last in keys for key in path_to(index, last)}
+    needed: set[bytes] = set()
     for key in index.chunks.keys() - mine:
-        while key in index.chunks:
-            mine.discard(key)
+        while key in index.chunks and key not in needed:
+            needed.add(key)
             key = index.chunks[key].parent
-    return mine
+    return mine - needed
 
 
 def _sound(namespace: OpenNamespace, key: bytes, group: int) -> bool:

@@ -217,9 +217,9 @@ def begin_copy(store: Store, document: NamespaceDocument, secret: bytes | None) 
     try:
         return open_namespace(store, document.identity.namespace, secret)
     except NotFound:
-        opened = unwritten(store, document, secret)
-        store.put(namespace_object(opened.name), document.to_bytes())
-        return opened
+        name = namespace_object(unwritten(store, document, secret).name)
+        store.put(name, document.to_bytes())
+        return open_namespace(store, document.identity.namespace, secret)  # another may have begun it just now
 
 
 def unwritten(store: Store, document: NamespaceDocument, secret: bytes | None) -> OpenNamespace:

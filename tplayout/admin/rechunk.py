@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from tplayout.admin.chains import build_index
 from tplayout.admin.convert import Report, chain_of_digests, chunks_of, path_to, skip_gaps, target_namespace
 from tplayout.admin.namespaces import OpenNamespace
-from tplayout.admin.progress import Progress, silent
+from tplayout.admin.progress import Parts, Progress, silent
 from tplayout.admin.transfer import Bits, cells_of, store_prefix
 from tplayout.admin.values import Converter, Losses, converted_group, converter, is_lossless
 from tplayout.errors import ConfigError, FormatError, GeometryError, NotFound
@@ -86,7 +86,10 @@ def rechunk(
     index = build_index(origin)
     paths = list(index.prefixes()) if keys is None else [path_to(index, key) for key in keys]
     skip_gaps(index, report)
-    for path in paths:
+    counts = [len(path) * origin.chunk_tokens // target.chunk_tokens * len(pairs) for path in paths]
+    parts = Parts(progress, sum(counts))
+    for path, objects in zip(paths, counts, strict=True):
+        part = parts.part(objects)
         chunks = chunks_of(index, path)
         tokens = [token for chunk in chunks for token in chunk.tokens]
         extras = carried_extras(chunks, target.chunk_tokens)
@@ -96,7 +99,7 @@ def rechunk(
         sizes = [{group: info.size for group, info in index.chunks[key].objects.items()} for key in path]
         source = _Chunks(origin, chunks, sizes, converters, report)
         ids = chain_of_digests(target.digest, tokens, extras, target.chunk_tokens)
-        report.tally.add(store_prefix(source, ids, target, jobs, progress, dry_run))
+        report.tally.add(store_prefix(source, ids, target, jobs, part, dry_run))
         report.prefixes += 1
         report.rest += len(tokens) % target.chunk_tokens
     report.bytes_read = sum(report.read.values())

@@ -6,7 +6,7 @@ always a namespace. Elements move as integers of their width, so nothing is roun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -161,12 +161,12 @@ def _exist(target: OpenNamespace, places: Sequence[tuple[ChunkId, int]]) -> dict
 
 def _count(
     one: Callable[[tuple[ChunkId, int]], Tally],
-    places: Iterable[tuple[ChunkId, int]],
+    places: Sequence[tuple[ChunkId, int]],
     jobs: int,
     progress: Progress,
 ) -> Tally:
     tally = Tally()
     for each in in_order(one, places, jobs):
         tally.add(each)
-        progress(tally.objects, None, tally.nbytes)
+        progress(tally.objects, len(places), tally.nbytes)
     return tally

@@ -90,20 +90,20 @@ def open_namespace(
     """
     name = namespace_object(identity.namespace)
     found = read_namespace(store, identity)
-    if found is not None:
-        try:
-            hasher = make_hasher(found.storage.digest, secret, found.storage.key_id)
-        except FormatError as error:
-            raise error.at(f"{store.url}: {name}") from None
-        require(found.storage.codec)
-        return hasher, found.storage.codec
-    if not create:
+    if found is None and create:
+        hasher = make_hasher(None, secret)
+        require(codec)
+        facts = StorageFacts(hasher.name, hasher.key_id, codec)
+        store.put(name, NamespaceDocument(identity, facts, model).to_bytes())
+        found = read_namespace(store, identity)  # another may have begun it just now, in another codec
+    if found is None:
         raise NotFound(f"{store.url}: {name}: nothing is stored for this identity (create=True begins a namespace)")
-    hasher = make_hasher(None, secret)
-    require(codec)
-    facts = StorageFacts(hasher.name, hasher.key_id, codec)
-    store.put(name, NamespaceDocument(identity, facts, model).to_bytes())
-    return hasher, codec
+    try:
+        hasher = make_hasher(found.storage.digest, secret, found.storage.key_id)
+    except FormatError as error:
+        raise error.at(f"{store.url}: {name}") from None
+    require(found.storage.codec)
+    return hasher, found.storage.codec
 
 
 def _parse(data: bytes, identity: Identity) -> NamespaceDocument:

@@ -153,8 +153,8 @@ def note(text: str) -> None:
 
 
 def plain(text: str) -> str:
-    """Text without control characters; line ends stay."""
-    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
+    """One line without control characters: a name with a line's end must not look like a line of the answer."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

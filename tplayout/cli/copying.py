@@ -28,10 +28,11 @@ from tplayout.cli.sides import (
     open_source,
     selection_options,
 )
-from tplayout.errors import NotFound
+from tplayout.errors import FormatError, NotFound
 
 if TYPE_CHECKING:
     from tplayout.admin.copy import Copied
+    from tplayout.admin.namespaces import OpenNamespace
     from tplayout.storage.base import Store
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,21 +86,24 @@ def run(source: str, destination: str, options: dict[str, Any], move: bool) -> i
 def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> dict[str, Copied]:
     from tplayout.admin.chains import build_index
     from tplayout.admin.copy import check_not_nested, copy_namespace, move_namespace
-    from tplayout.admin.namespaces import choose_namespace, names, open_namespace
+    from tplayout.admin.namespaces import choose_namespace
+    from tplayout.admin.progress import Parts
     from tplayout.admin.selection import read_token_file, selected
 
     check_not_nested(origin, target)
     secret, jobs = options["secret"], options["jobs"]
     prompts = [read_token_file(path) for path in options["token_files"]]
+    reports: dict[str, Copied] = {}
     if options["namespace"] or options["prefixes"] or prompts:
         chosen = [choose_namespace(origin, options["namespace"], secret)]
     else:
-        chosen = [open_namespace(origin, name, secret) for name in names(origin)]
-    if not chosen:
+        chosen = _sound_namespaces(origin, secret, reports)
+    if not chosen and not reports:
         raise NotFound(f"{origin.url}: no namespace is stored here")
-    reports = {}
-    with progress("moving" if move else "copying") as tick:
+    with progress("moving" if move else "copying") as whole:
+        parts = Parts(whole)
         for namespace in chosen:
+            tick = parts.part()
             keys, index = None, None
             if options["prefixes"] or prompts:
                 index = build_index(namespace)
@@ -111,6 +115,23 @@ def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> d
                 report = copy_namespace(namespace, target, secret, keys, index, jobs, tick, dry, again)
             reports[namespace.name] = report
     return reports
+
+
+def _sound_namespaces(origin: Store, secret: bytes | None, reports: dict[str, Copied]) -> list[OpenNamespace]:
+    """The namespaces of a whole store. One whose document is damaged is reported so, and keeps no other back."""
+    from tplayout.admin.copy import Copied
+    from tplayout.admin.namespaces import names, open_namespace
+    from tplayout.format.keys import namespace_object
+
+    found = []
+    for name in names(origin):
+        try:
+            found.append(open_namespace(origin, name, secret))
+        except NotFound:  # moved or deleted since it was listed
+            continue
+        except FormatError as error:
+            reports[name] = Copied(damaged={namespace_object(name): str(error)})
+    return found
 
 
 def _document(report: Copied) -> dict[str, Any]:

@@ -61,7 +61,10 @@ def command(url: str, file: Path, as_json: bool, **options: Any) -> int:
     if file.exists() and not options["force"] and not options["dry_run"]:
         raise ConfigError(f"{file} is there already: --force replaces it")
     prompts = [read_token_file(path) for path in options["token_files"]]
-    with open_store(url, options["storage_options"], options["timeout"]) as store, progress("exporting") as tick:
+    with (
+        open_store(url, options["storage_options"], options["timeout"], must_exist=True) as store,
+        progress("exporting") as tick,
+    ):
         origin = choose_namespace(store, options["namespace"], options["secret"])
         index = build_index(origin)
         keys = selected(index, options["prefixes"], prompts, options["salt"])

@@ -88,7 +88,7 @@ def command(url: str, as_json: bool, **options: Any) -> int:
     limits = Limits(options["max_bytes"], options["max_age"], options["grace"], options["temporary_age"])
     prompts = [read_token_file(path) for path in options["keep_tokens"]]
     kept = Kept([key.lower() for key in options["keep"]], prompts, options["salt"])
-    with open_store(url, options["storage_options"], options["timeout"]) as store:
+    with open_store(url, options["storage_options"], options["timeout"], must_exist=True) as store:
         with progress("reading") as tick:
             decided = plan(store, limits, kept, options["namespace"], None, options["jobs"], tick)
         if not options["dry_run"] and (decided.names or decided.temporaries):

@@ -118,16 +118,17 @@ def pack(plain: Buffer, layout: PackedLayout, hasher: CellHasher, compressor: Co
     view = memoryview(plain).cast("B")
     if len(view) != layout.plain.nbytes or view[: layout.plain.data_start] != layout.plain.header:
         raise FormatError(Reason.BAD_HEADER, "not the plain object of this group")
-    stored: list[bytes] = []
+    buf = bytearray(layout.info_bytes)  # grows with the planes: a list of them would be held beside it
+    lengths: list[int] = []
     for cell in range(layout.cells):
         place = layout.place(cell)
         data = bytes(view[place.start : place.stop])
         for number in range(layout.planes):
             plane = data[number :: layout.planes]
             frame = compressor.compress(plane)
-            stored.append(frame if len(frame) < len(plane) else plane)
-    lengths = [len(plane) for plane in stored]
-    buf = bytearray(layout.info_bytes + sum(lengths))
+            stored = frame if len(frame) < len(plane) else plane
+            lengths.append(len(stored))
+            buf += stored
     out = memoryview(buf)
     out[: layout.data_start] = layout.header(lengths)
     ids = layout.plain.tokens_range.start
@@ -138,10 +139,6 @@ def pack(plain: Buffer, layout: PackedLayout, hasher: CellHasher, compressor: Co
         own = lengths[head * of_head : (head + 1) * of_head]
         out[_cut(layout.digests_range(head))] = view[_cut(digests)]
         out[_cut(layout.lengths_range(head))] = struct.pack(f"<{of_head}I", *own)
-    at = layout.info_bytes
-    for plane in stored:
-        out[at : at + len(plane)] = plane
-        at += len(plane)
     out[layout.data_start : layout.ids_start] = _digest(out, layout, hasher)
     return buf
 
