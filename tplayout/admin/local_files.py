@@ -55,36 +55,66 @@ class ReadFile:
 
 
 class NewFile:
-    """A file that is written in pieces, from several threads, under a temporary name; `publish` renames it."""
+    """A file that is written in pieces, from several threads, and has its name once it is complete, by `publish`.
+
+    Until then it has none where the file system allows that, so that a tool which is killed leaves nothing behind.
+    """
 
     def __init__(self, path: Path, size: int) -> None:
         """size: bytes it will have; what is not written stays zero. Directories are made. Raises OSError."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._temporary = path.parent / temporary_name(path.name)
-        self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._fd, self._named = _open_unnamed(path.parent), False  # whether the temporary name is in use
+        if self._fd < 0:
+            self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._named = True
         os.ftruncate(self._fd, size)
 
     def write(self, start: int, data: bytes | bytearray | memoryview) -> None:
         """Write at an offset. Raises OSError."""
         view = memoryview(data).cast("B")
         done = 0
-        while done < len(view):
-            done += os.pwrite(self._fd, view[done:], start + done)
+        try:
+            while done < len(view):
+                done += os.pwrite(self._fd, view[done:], start + done)
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
 
     def publish(self) -> None:
         """Give the file its name, replacing what had it."""
+        if not self._named:  # a link replaces nothing, a rename does
+            os.link(_path_of(self._fd), self._temporary, src_dir_fd=self._fd, follow_symlinks=True)
+            self._named = True
         os.close(self._fd)
         self._fd = -1
         os.rename(self._temporary, self.path)
+        self._named = False
 
     def discard(self) -> None:
         """Remove the temporary, unless it was published."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        if self._named:
             with contextlib.suppress(OSError):
                 os.unlink(self._temporary)
+
+
+def _open_unnamed(directory: Path) -> int:
+    """A new file in the directory that has no name; -1 where file system or machine do not have such files."""
+    with contextlib.suppress(OSError):
+        fd = os.open(directory, os.O_WRONLY | getattr(os, "O_TMPFILE", 0) | os.O_CLOEXEC, 0o600)
+        if os.path.exists(_path_of(fd)):
+            return fd
+        os.close(fd)
+    return -1
+
+
+def _path_of(fd: int) -> str:
+    """Where Linux shows an open file, named or not."""
+    return f"/proc/self/fd/{fd}"
 
 
 @contextlib.contextmanager
