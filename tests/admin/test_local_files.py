@@ -10,7 +10,16 @@ import pytest
 
 from tplayout.admin import local_files
 from tplayout.admin.local_files import NewFile, os_errors
-from tplayout.errors import StorageFull
+from tplayout.errors import StorageFull, Unavailable
+
+
+def failing(number: int):
+    """A system call that fails so."""
+
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 @pytest.fixture(params=["no name", "a temporary name"])
@@ -51,6 +60,14 @@ def test_what_cannot_be_published_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
+@pytest.mark.usefixtures("kind")
+def test_what_is_larger_than_a_file_may_be_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "ftruncate", failing(errno.EFBIG))
+    with pytest.raises(Unavailable, match="file: File too large"), os_errors():
+        NewFile(tmp_path / "file", 8)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_tool_that_is_killed_leaves_nothing(tmp_path):
     code = f"""
 import os, signal
@@ -64,11 +81,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
-    def full(*args: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     new = NewFile(tmp_path / "file", 8)
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC))
     with pytest.raises(StorageFull, match=f"{Path(tmp_path) / 'file'}: No space left"), os_errors():
         new.write(0, b"x")
     new.discard()

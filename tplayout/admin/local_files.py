@@ -69,7 +69,12 @@ class NewFile:
         if self._fd < 0:
             self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._named = True
-        os.ftruncate(self._fd, size)
+        try:
+            os.ftruncate(self._fd, size)
+        except OSError as error:  # larger than a file may be
+            self.discard()
+            error.filename = str(path)
+            raise
 
     def write(self, start: int, data: bytes | bytearray | memoryview) -> None:
         """Write at an offset. Raises OSError."""
