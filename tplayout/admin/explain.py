@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from tplayout.admin.catalog import Catalog, Namespace, Stored, read_document, scan
 from tplayout.admin.causes import Cause, Why, identity_causes, sibling_cause
 from tplayout.admin.check import Checker, Fault, Verdict
-from tplayout.admin.parallel import in_order
+from tplayout.admin.parallel import are_there, in_order
 from tplayout.admin.prefixes import read_links
 from tplayout.admin.progress import Progress, silent
 from tplayout.admin.rate import RateLimit
@@ -176,7 +176,7 @@ def _states(
 ) -> list[ChunkState]:
     groups, layouts = space.known().identity.geometry.groups, space.layouts()
     names = [[object_name(space.name, chunk.key, group) for group in range(len(groups))] for chunk in chunks]
-    there = iter(store.exists([name for row in names for name in row]))
+    there = iter(are_there(store, [name for row in names for name in row]))
     found = [[next(there) for _ in row] for row in names]
     checker = Checker(store, Catalog({space.name: space}, [], []), secret, deep, RateLimit(None))
     todo = [

@@ -1,9 +1,13 @@
 """Many store operations at a time, a bounded number in flight, results in order."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+
+from tplayout.storage.base import Store
+
+_BATCH = 256
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -26,3 +30,9 @@ def in_order(function: Callable[[T], R], items: Iterable[T], jobs: int) -> Itera
             yield pending.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def are_there(store: Store, names: Sequence[str]) -> list[bool]:
+    """Which objects are there, of any number: a batch at a time, since each has the deadline of one operation."""
+    batches = [names[start : start + _BATCH] for start in range(0, len(names), _BATCH)]
+    return [found for batch in batches for found in store.exists(batch)]

@@ -8,11 +8,12 @@ complete before the original is deleted, so that an interruption leaves two and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from tplayout.admin.catalog import QUARANTINE
 from tplayout.admin.check import Kind
+from tplayout.admin.parallel import are_there
 from tplayout.admin.progress import Progress, silent
 from tplayout.admin.verify import Finding, verify_store
 from tplayout.errors import NotFound, StorageError, StorageErrorKind
@@ -91,9 +92,9 @@ def _names(finding: Finding) -> list[tuple[str, int]]:
 
 
 def _still_faulty(
-    store: Store, names: Collection[str], secret: bytes | None, deep: bool, jobs: int
+    store: Store, names: Sequence[str], secret: bytes | None, deep: bool, jobs: int
 ) -> dict[str, Finding]:
-    there = [name for name, found in zip(names, store.exists(list(names)), strict=True) if found]
+    there = [name for name, found in zip(names, are_there(store, names), strict=True) if found]
     if not there:
         return {}
     report = verify_store(store, secret=secret, deep=deep, only=there, jobs=jobs)

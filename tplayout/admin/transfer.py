@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tplayout.admin.namespaces import OpenNamespace
-from tplayout.admin.parallel import in_order
+from tplayout.admin.parallel import are_there, in_order
 from tplayout.admin.progress import Progress, silent
 from tplayout.errors import FormatError, NotFound
 from tplayout.format.chunk import seal
@@ -23,7 +23,6 @@ from tplayout.format.keys import ChunkId
 from tplayout.format.layout import ChunkLayout
 
 Bits = NDArray[Any]
-_BATCH = 256
 
 
 class Source(Protocol):
@@ -105,7 +104,8 @@ def store_prefix(
     """
     groups = range(len(target.identity.geometry.groups))
     places = [(chunk, group) for chunk in chunks for group in groups]
-    there = _exist(target, places)
+    names = [target.object_name(chunk.key, group) for chunk, group in places]
+    there = dict(zip(places, are_there(target.store, names), strict=True))
 
     def one(place: tuple[ChunkId, int]) -> Tally:
         chunk, group = place
@@ -148,15 +148,6 @@ def read_prefix(
         return Tally(written=1, nbytes=len(view))
 
     return _count(one, [(chunk, group) for chunk in chunks for group in groups], jobs, progress)
-
-
-def _exist(target: OpenNamespace, places: Sequence[tuple[ChunkId, int]]) -> dict[tuple[ChunkId, int], bool]:
-    """Which objects are there. A batch at a time, since each has the deadline of one operation."""
-    found: list[bool] = []
-    for start in range(0, len(places), _BATCH):
-        batch = places[start : start + _BATCH]
-        found += target.store.exists([target.object_name(chunk.key, group) for chunk, group in batch])
-    return dict(zip(places, found, strict=True))
 
 
 def _count(
