@@ -1,5 +1,6 @@
 """Verification that stops and goes on: what the journal holds, and journals that are of something else."""
 
+import json
 import os
 from pathlib import Path
 
@@ -69,3 +70,14 @@ def test_a_journal_of_something_else_is_refused(store, tmp_path):
     journal.write_text(f'{{"tplayout_journal": 1, "url": "{store.url}", "deep": false}}\n')
     with pytest.raises(ConfigError, match="deep"):
         verify_store(store, journal_path=str(journal))
+
+
+def test_a_journal_whose_pieces_are_none_is_refused(store, tmp_path):
+    fill(Cache.open(store, identity()), range(8))
+    journal = tmp_path / "journal"
+    task = {"url": store.url, "deep": True, "namespace": None, "only": []}
+    for result in (None, {"no": 1}):
+        lines = [{"tplayout_journal": 1, **task}, {"piece": "x", "result": result}]
+        journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with pytest.raises(ConfigError, match="begin anew"):
+            verify_store(store, journal_path=str(journal))

@@ -209,3 +209,24 @@ def test_pruning_while_others_write_and_read(kit, tmp_path):
         assert not faults
         carry_out(store, plan(store, limits(max_bytes=limit)))
         assert 0 < sum(info.size for info in store.list()) <= limit
+
+
+def test_temporaries_of_other_namespaces_are_not_those_of_one(two, kit, store, place):
+    other, _ = kit.fill(store, kit.identity(weights="files:02"))
+    orphan = place / other.name / "ab" / ".x.1.0123456789abcdef.tmp"
+    orphan.parent.mkdir(exist_ok=True)
+    orphan.write_bytes(b"x")
+    os.utime(orphan, (0, 0))
+    (one,) = {name for name in os.listdir(place) if name != other.name}
+    assert plan(store, limits(), namespace=one).temporaries == []
+    assert len(plan(store, limits(), namespace=other.name).temporaries) == 1
+    assert len(plan(store, limits()).temporaries) == 1
+
+
+def test_what_lies_in_quarantine_takes_its_bytes_too(two, store):
+    before = plan(store, limits()).before
+    store.put("tplayout-quarantine/x", bytes(1000))
+    assert plan(store, limits()).before == before + 1000
+    decided = plan(store, limits(max_bytes=500))
+    assert not decided.met
+    assert "tplayout-quarantine/x" not in decided.names

@@ -80,6 +80,13 @@ def test_wrong_use(cache, names, options):
     assert (result.exit_code, result.stdout) == (2, "")
 
 
+def test_nobody_to_ask_is_said_before_anything_is_read(cache, names, monkeypatch):
+    monkeypatch.setattr("tplayout.cli.verify.verify_store", None)
+    result = run(cache.store.url, "--quarantine", "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "add --yes" in result.stderr
+
+
 def test_a_store_that_cannot_be_reached():
     result = run("s3://bucket/x", "--storage-option", "endpoint_url=http://127.0.0.1:1", "--timeout", "1")
     assert (result.exit_code, result.stdout) == (3, "")

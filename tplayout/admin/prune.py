@@ -99,7 +99,9 @@ def plan(
     catalog = scan(store, namespace)
     used = _last_uses(store, catalog)
     decided = Plan(store.notes_use)
-    decided.temporaries = [info for info in store.temporaries() if _older(info, now - limits.temporary_age)]
+    below = "" if namespace is None else f"{next(iter(catalog.namespaces))}/"
+    old = (info for info in store.temporaries() if _older(info, now - limits.temporary_age))
+    decided.temporaries = [info for info in old if info.key.startswith(below)]
     groups: list[list[_Chunk]] = []
     for each in catalog.namespaces.values():
         decided.before += each.nbytes + (each.info.size if each.info else 0)
@@ -107,7 +109,7 @@ def plan(
             decided.unjudged[each.name] = str(each.fault)
         else:
             groups.append(_chunks(store, each, used, jobs, progress))
-    decided.before += sum(info.size for info in catalog.foreign)
+    decided.before += sum(info.size for info in (*catalog.foreign, *catalog.tools))
     _protect(catalog, groups, kept or Kept(), now - limits.grace)
     for chunks in groups:
         _link(chunks)

@@ -174,7 +174,7 @@ def _pieces(
     known = [stored for space in catalog.namespaces.values() if space.document for stored in space.objects]
     total, finished, moved = len(known), 0, 0
     for name, result in done.items():
-        piece = _Piece(**result)
+        piece = _piece_of(name, result)
         finished, moved = finished + piece.checked, moved + piece.nbytes
         if name.partition("/")[0] in catalog.namespaces:
             yield name, piece
@@ -190,6 +190,14 @@ def _pieces(
         if journal is not None:
             journal.add(name, asdict(piece))
         yield name, piece
+
+
+def _piece_of(name: str, result: Any) -> _Piece:
+    """A piece that the journal has; ConfigError if it is none."""
+    try:
+        return _Piece(**result)
+    except TypeError:
+        raise ConfigError(f"the journal does not say what was found in {name}: remove it and begin anew") from None
 
 
 def _fan(stored: Stored) -> str:

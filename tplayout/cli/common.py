@@ -130,11 +130,15 @@ def open_store(url: str, storage_options: Mapping[str, Any], timeout: float, mus
 
 def confirm(question: str, yes: bool) -> None:
     """Go on if the user agrees; click.Abort if not, ConfigError where nobody can be asked."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
+    check_can_ask(question, yes)
+    if not yes:
+        click.confirm(question, abort=True, err=True)
+
+
+def check_can_ask(question: str, yes: bool) -> None:
+    """ConfigError where `confirm` would have nobody to ask."""
+    if not yes and not sys.stdin.isatty():
         raise ConfigError(f"{question} Nobody can be asked here: add --yes, or look with --dry-run first")
-    click.confirm(question, abort=True, err=True)
 
 
 def emit_json(document: Any) -> None:

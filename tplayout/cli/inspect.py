@@ -39,7 +39,7 @@ With CHUNK:
   parent, extras         hex; null if the object ends before. first_chunk: no parent;
                          has_extras: adapter, multimodal items or salt
   tokens                 token ids
-  digest, key_id, codec, layout
+  digest, key_id, codec, layout; group is one of `ls`' groups
   cells                  [{head, layer, digest, ok}]
   siblings               objects of the chunk's other groups
   statistics             [{part, min, max, mean, std, nans, infinities}], with --cell

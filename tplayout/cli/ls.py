@@ -37,7 +37,9 @@ JSON:
   url, namespaces        [{namespace, model, weights, compute_dtype, quantization,
                          chunk_tokens, groups, digest, key_id, codec, chunks, objects,
                          bytes, oldest, newest, fault}]; what namespace.json says is
-                         null where it cannot be read, and fault says why
+                         null where it cannot be read, and fault says why; groups are
+                         [{name, kind, layers, heads, parts: [{name, dim}], dtype, scales,
+                         window}]
   foreign                files that are none of tplayout's
 With NAMESPACE:
   url, namespace         as above

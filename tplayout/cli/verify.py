@@ -11,6 +11,7 @@ from tplayout.admin.check import Kind
 from tplayout.admin.quarantine import ON_REQUEST, Move, plan, quarantine
 from tplayout.admin.verify import TEMPORARY_AGE_S, Report, verify_store
 from tplayout.cli.common import (
+    check_can_ask,
     confirm,
     count_of,
     dry_run_option,
@@ -110,6 +111,8 @@ def command(
     """
     if (dry_run or also) and not move:
         raise ConfigError("--dry-run and --also go with --quarantine: nothing else changes anything")
+    if move and not dry_run:
+        check_can_ask("Move what is damaged to tplayout-quarantine/?", yes)  # now, not after hours of reading
     with open_store(url, storage_options, timeout, must_exist=True) as store:
         with progress("verifying") as tick:
             report = verify_store(
