@@ -34,19 +34,17 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 
 @pytest.fixture(scope="session")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainEngines]:
-    """Engines without the connector, for reference answers."""
-    engines = PlainEngines(tmp_path_factory.mktemp("plain") / "plain.log")
-    yield engines
-    engines.close()
-
-
-@pytest.fixture(scope="session")
 def one_process(logs: Path) -> Iterator[OneProcess]:
     """A process for engines one after another."""
     holder = OneProcess(logs / "one-process.log")
     yield holder
     holder.close()
+
+
+@pytest.fixture(scope="session")
+def plain(one_process: OneProcess) -> PlainEngines:
+    """Engines without the connector, for reference answers."""
+    return PlainEngines(one_process)
 
 
 # Each of the following is one engine in fresh processes. It reads what the earlier ones wrote and writes for the later.

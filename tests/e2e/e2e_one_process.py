@@ -1,6 +1,7 @@
 """Engines one after another in one process, each started when it is needed: 3 s an engine instead of 20 to 40.
 
-They are vLLM's engine, scheduler and worker at TP=1, without the processes that usually lie between these.
+They are vLLM's engine, scheduler and worker without the processes that usually lie between these; at TP 2 and more the
+ranks have processes of their own.
 """
 
 import time

@@ -37,7 +37,8 @@ def assert_refused(lines: list[str], *words: str, error: str = "tplayout.errors.
 
 @pytest.mark.row("Recurrent hybrids (Falcon-H1, Qwen3-Next)", "Falcon-H1", verdict="refused")
 def test_falcon_h1(tmp_path: Path) -> None:
-    lines = refusal(tmp_path, "falcon-h1", enable_prefix_caching=False)
+    # vLLM 0.31's CPU build cannot run it in float32.
+    lines = refusal(tmp_path, "falcon-h1", enable_prefix_caching=False, dtype="bfloat16")
     assert_refused(lines, "layer model.", ".mixer (recurrent state)", "not supported")
 
 
