@@ -51,9 +51,9 @@ fmt: setup ## let ruff format and fix what it can
 test: lint ## lint and every test but the slow ones (under 35 minutes on 2 cores)
 	@echo "== pytest"; $(PY) -m pytest -m "not slow and not ceph" $(PYTEST_ARGS)
 
-test-all: lint setup-old setup-ceph ## every test, then the vLLM ones again on vLLM 0.31
+test-all: lint setup-old setup-ceph ## every test, then those of `make test` that start vLLM on vLLM 0.31 (under 80 minutes)
 	@echo "== pytest on vLLM $(VLLM)"; $(PY) -m pytest $(PYTEST_ARGS)
-	@echo "== pytest on vLLM $(VLLM_OLD)"; $(VENV_OLD)/bin/python -m pytest -m vllm $(PYTEST_ARGS)
+	@echo "== pytest on vLLM $(VLLM_OLD)"; $(VENV_OLD)/bin/python -m pytest -m "vllm and not slow" $(PYTEST_ARGS)
 
 bench: setup ## measure the store and the reload against what the machine can do
 	@$(PY) tools/bench.py
