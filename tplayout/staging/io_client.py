@@ -21,6 +21,7 @@ from pathlib import Path
 
 import tplayout
 from tplayout.staging.log_limit import LogLimit
+from tplayout.staging.priority import prefer
 from tplayout.staging.protocol import (
     Cancel,
     Config,
@@ -92,6 +93,7 @@ class IoChannel:
             theirs.close()
             if lifeline >= 0:
                 os.close(lifeline)
+        prefer(self._launcher.pid)
         self.flush()
 
     def fileno(self) -> int:

@@ -28,6 +28,7 @@ from tplayout.format.chunk import chunk_layout
 from tplayout.format.digest import make_hasher
 from tplayout.format.geometry import Geometry
 from tplayout.staging import io_jobs
+from tplayout.staging.priority import prefer
 from tplayout.staging.protocol import (
     Cancel,
     Config,
@@ -50,7 +51,6 @@ from tplayout.staging.protocol import (
 from tplayout.staging.region import Region
 from tplayout.storage.url import open_store
 
-_NICE = -10
 _MARKS_S = 0.003  # between looks at the marks of pending saves
 _GRACE_S = 0.5  # for writers that still live when the scheduler is gone
 _STUCK_S = 5.0  # beyond the store's own deadlines
@@ -71,22 +71,10 @@ def detach() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core would hold the secret
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
-    _prefer()
+    prefer()
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
         name.write("tplayout-io")
     _silence(0, 1)
-
-
-def _prefer() -> None:
-    """Go before others where that is allowed: engines' ranks spin while they wait, and on few cores that starved us.
-
-    Seen with TP=4 on 2 cores: 27 ms on a CPU in 28 s. Both settings are needed, since Linux weighs sessions first
-    (autogroup), and processes within one.
-    """
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, _NICE)
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
-        group.write(str(_NICE))
 
 
 def _silence(*fds: int) -> None:
