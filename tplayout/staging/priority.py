@@ -1,7 +1,7 @@
 """Lets I/O processes go before others where that is allowed: engines' ranks spin while they wait.
 
-Seen on 2 cores: at TP=4 an I/O process was on a CPU for 27 ms in 28 s, and at TP=2 one that had just been started answered
-nothing for a minute. So who starts one raises it at once, and it raises itself, for when others start it.
+Seen on 2 cores: at TP=4 an I/O process was on a CPU for 27 ms in 28 s, and at TP=2 one that had just been started
+answered nothing for a minute. So who starts one raises it at once, and it raises itself, for when others start it.
 """
 
 import contextlib
