@@ -10,7 +10,7 @@ from typing import Any
 
 import demo
 import demo_models
-from e2e_engine import Engine, Output, engine
+from vllm_engine import Engine, Output, engine
 
 Answers = dict[str, dict[str, Output]]  # prompt -> "cold" or "hit" -> answer
 

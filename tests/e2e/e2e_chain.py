@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from e2e_cases import assert_same, noise
-from e2e_engine import Engine, Output
 from e2e_one_process import OneProcess, forget, supplied
 from e2e_store import verified, wait_until_stored
+from vllm_engine import Engine, Output
 
 LENGTH = 1100
 

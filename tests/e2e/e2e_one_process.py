@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from e2e_cases import ANSWER, engine_args, external_hits, offload
-from e2e_engine import ONE_PROCESS, Engine, EngineFailed, Output
 from e2e_store import objects
+from vllm_engine import ONE_PROCESS, Engine, EngineFailed, Output
 
 
 class OneProcess:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from e2e_cases import ANSWER, assert_same, engine_args, external_hits, noise, offload
-from e2e_engine import engine
 from e2e_plain import PlainEngines
 from e2e_store import namespace_of, objects, verified
+from vllm_engine import engine
 
 from tplayout.format.keys import chain, object_name, parse_object_name
 

@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from e2e_cases import ANSWER, engine_args
-from e2e_engine import Output
 from e2e_one_process import OneProcess
+from vllm_engine import Output
 
 
 class PlainEngines:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from e2e_cases import ANSWER, CHUNK, STORY_TOKENS, engine_args, external_hits, offload, story
-from e2e_engine import Output, engine
 from e2e_store import objects, wait_until_stored
+from vllm_engine import Output, engine
 
 FULL = STORY_TOKENS // CHUNK * CHUNK
 

@@ -12,9 +12,9 @@ import peer_files
 import pytest
 from click.testing import CliRunner
 from e2e_cases import CHUNK, assert_same, cold_answer, engine_args, external_hits, noise, offload
-from e2e_engine import engine
 from e2e_store import stored_prefix, verified
 from test_oracle import transformers_kv
+from vllm_engine import engine
 
 from tplayout.cli.main import main
 

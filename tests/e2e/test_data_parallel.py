@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from e2e_cases import CHUNK, assert_same, engine_args, noise, offload
-from e2e_engine import Engine, engine
 from e2e_one_process import OneProcess, forget, supplied
 from e2e_store import verified, wait_until_stored
+from vllm_engine import Engine, engine
 
 FULL = 2 * CHUNK
 RANKS = (0, 1)

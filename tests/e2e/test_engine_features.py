@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from e2e_cases import ANSWER, CHUNK, assert_same, cold_answer, engine_args, external_hits, noise, offload
-from e2e_engine import Engine, EngineFailed, Output, Pending, engine
 from e2e_store import objects, stored_prefix, verified, wait_until_stored
+from vllm_engine import Engine, EngineFailed, Output, Pending, engine
 
 BLOCK = 32
 BUDGET = 173

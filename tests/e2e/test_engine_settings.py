@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from e2e_cases import CHUNK, assert_same, engine_args, noise, offload
 from e2e_chain import LENGTH, Chain, References
-from e2e_engine import Engine, engine
 from e2e_one_process import OneProcess, forget, supplied
+from vllm_engine import Engine, engine
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "one process": {},

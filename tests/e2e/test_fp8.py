@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from e2e_cases import CHUNK, assert_same, engine_args, noise, offload
 from e2e_checkpoints import with_kv_scales
-from e2e_engine import EngineFailed, Output, engine
 from e2e_one_process import OneProcess, forget, supplied, wait_until_objects
 from e2e_store import namespace_of, verified, wait_until_stored
+from vllm_engine import EngineFailed, Output, engine
 
 SCALES = [(0.5, 0.25), (0.5, 0.125), (0.25, 0.25), (0.125, 0.5)]  # of K and V, a layer
 FULL = 2 * CHUNK

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from e2e_cases import CHUNK, assert_same, engine_args, noise, offload
-from e2e_engine import Engine, EngineFailed, engine
 from e2e_store import objects, verified, wait_until_stored
+from vllm_engine import Engine, EngineFailed, engine
 
 IO_PROCESS = "tplayout.staging.io_process"
 ENDED_S = 25.0  # drain time, and one store operation beyond it

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from e2e_cases import CHUNK, assert_same, engine_args, noise, offload
 from e2e_checkpoints import lora_adapter
-from e2e_engine import Engine, Output, engine
 from e2e_one_process import OneProcess, forget, supplied, wait_until_objects
 from e2e_store import verified
+from vllm_engine import Engine, Output, engine
 
 FULL = 2 * CHUNK
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}

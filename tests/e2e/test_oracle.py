@@ -9,10 +9,10 @@ import demo_models
 import pytest
 import torch
 from e2e_cases import CHUNK, engine_args, offload, story
-from e2e_engine import engine
 from e2e_store import wait_until_stored
 from e2e_tp_runs import FULL, Run
 from safetensors import safe_open
+from vllm_engine import engine
 
 
 def stored_kv(root: Path, tokens: list[int]) -> torch.Tensor:

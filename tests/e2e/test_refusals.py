@@ -7,7 +7,7 @@ from typing import Any
 import demo_models
 import pytest
 from e2e_cases import engine_args, noise, offload
-from e2e_engine import EngineFailed, engine
+from vllm_engine import EngineFailed, engine
 
 from tplayout import Cache, describe_model
 

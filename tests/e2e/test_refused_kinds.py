@@ -14,7 +14,7 @@ import demo_models
 import pytest
 import vllm_server
 from e2e_cases import engine_args, offload
-from e2e_engine import EngineFailed, engine
+from vllm_engine import EngineFailed, engine
 
 NODE = Path(__file__).with_name("node_driver.py")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from e2e_cases import CHUNK, assert_same, engine_args, noise, offload
 from e2e_checkpoints import AUDIO_TOKENS, audio_model
-from e2e_engine import Engine, Output
 from e2e_one_process import OneProcess, forget, supplied, wait_until_objects
 from e2e_store import objects, verified
 from safetensors.torch import load_file, save_file
+from vllm_engine import Engine, Output
 
 FULL = 2 * CHUNK
 AUDIO, AUDIO_BEGIN, AUDIO_END = AUDIO_TOKENS.values()

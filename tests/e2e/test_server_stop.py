@@ -9,8 +9,8 @@ import demo
 import demo_models
 import pytest
 from e2e_cases import CHUNK
-from e2e_proxy import Proxy
 from e2e_store import objects, temporary_files, verified
+from flaky_proxy import Proxy
 from s3_server import S3Server
 from vllm_server import Answer, ServerError, VLLMServer, transfer_config
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from e2e_cases import assert_same, noise
 from e2e_checkpoints import near_copy
-from e2e_engine import Output
 from e2e_one_process import OneProcess, supplied
 from e2e_store import namespace_of, verified, wait_until_stored
+from vllm_engine import Output
 
 from tplayout import Cache
 

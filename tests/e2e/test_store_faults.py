@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from e2e_cases import CHUNK, assert_same, cold_answer, engine_args, external_hits, noise, offload
-from e2e_engine import Engine, engine
-from e2e_proxy import Proxy
 from e2e_store import objects, stored_prefix, verified, wait_until_stored
+from flaky_proxy import Proxy
 from s3_server import S3Server
+from vllm_engine import Engine, engine
 
 LOAD_DEADLINE_S = 2.0
 STORE_TIMEOUT_S = 4.0

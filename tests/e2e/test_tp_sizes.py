@@ -9,9 +9,9 @@ from pathlib import Path
 import demo_models
 import pytest
 from e2e_cases import CHUNK, References, assert_same, story
-from e2e_engine import Output
 from e2e_store import stored_prefix, verified
 from e2e_tp_runs import FULL, Read, Run, run
+from vllm_engine import Output
 
 from tplayout import Cache, describe_model
 

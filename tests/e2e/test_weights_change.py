@@ -6,9 +6,9 @@ from pathlib import Path
 import demo_models
 import pytest
 from e2e_cases import CHUNK, assert_same, cold_answer, engine_args, external_hits, noise, offload
-from e2e_engine import engine
 from e2e_store import objects, verified, wait_until_stored
 from safetensors.torch import load_file, save_file
+from vllm_engine import engine
 
 FULL = 2 * CHUNK
 

@@ -1,4 +1,4 @@
-"""A vLLM engine behind a line protocol: JSON commands on stdin, JSON replies on stdout. Started by `e2e_engine.py`.
+"""A vLLM engine behind a line protocol: JSON commands on stdin, JSON replies on stdout. Started by `vllm_engine.py`.
 
 One command a line, `{"id": n, "op": name, ...}`; each is answered by `{"id": n, "result": ...}` or
 `{"id": n, "error": text}`, in the order in which they end. Anything that vLLM prints goes to stderr: the protocol

@@ -1,4 +1,4 @@
-"""Start, command and kill real vLLM engines: the tests' side of `engine_driver.py`, and what `/proc` knows of them.
+"""Start, command and kill real vLLM engines: what talks to `vllm_engine_driver.py`, and what `/proc` knows of them.
 
 Every process of one engine, the detached ones included, is found by a marker in its environment.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import vllm_server
 
-DRIVER = Path(__file__).with_name("engine_driver.py")
+DRIVER = Path(__file__).with_name("vllm_engine_driver.py")
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # environment: engine, scheduler and worker in the driver
 
 
@@ -69,7 +69,8 @@ class Engine:
 
     def start(self) -> "Engine":
         """Start and wait until it can serve. EngineFailed if it ends instead."""
-        self.ids, self.boxes, self.names = 0, {}, 0
+        self.ids, self.names = 0, 0
+        self.boxes: dict[int, queue.Queue[dict[str, Any]]] = {}
         self.ready: queue.Queue[bool] = queue.Queue()
         self.lock = threading.Lock()
         self.started = time.monotonic()
