@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fault_store import Fault, FaultStore
+from tools.fault_store import Fault, FaultStore
 from tplayout.cache import Cache
 from tplayout.cache.codec import make_codec
 from tplayout.cache.packing import PackingStore, plain_store

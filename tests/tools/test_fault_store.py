@@ -7,8 +7,8 @@ import uuid
 from collections import Counter
 
 import pytest
-from fault_store import APPLICABLE, Fault, FaultStore
 
+from tools.fault_store import APPLICABLE, Fault, FaultStore
 from tplayout.errors import StorageError, StorageErrorKind, StorageTimeout, Unavailable
 from tplayout.storage import Store, open_store
 
