@@ -213,7 +213,9 @@ def tracked() -> Iterator[tuple[str, str]]:
             yield path, data.decode()
 
 
-needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git checkout: there are no tracked files")
+needs_git = pytest.mark.skipif(
+    not (ROOT / ".git").exists(), reason="NOT TESTED: no git checkout, so which files are published is unknown"
+)
 
 
 @needs_git
@@ -230,3 +232,17 @@ def test_no_tracked_file_names_a_package_index():
     hosts = re.compile(r"(pypi|pythonhosted|pytorch|npmjs)\.(org|com)/(simple|packages|whl)|download\.pytorch")
     this = name(Path(__file__))
     assert not [path for path, text in tracked() if path != this and hosts.search(text)]
+
+
+SKIPS = {f"pytest.{call}" for call in ("skip", "importorskip", "mark.skip", "mark.skipif", "xfail", "mark.xfail")}
+
+
+def test_a_skipped_test_says_what_is_not_shown():
+    """What `make setup` installs is imported, so that a test without it fails; nothing is left out in silence."""
+    calls = [
+        (f"{name(file)}:{node.lineno}", ast.unparse(node))
+        for file in sources("tests")
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in SKIPS
+    ]
+    assert not [place for place, text in calls if "NOT TESTED: " not in text]

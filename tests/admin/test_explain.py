@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.support.filled_store import fill, flip, group, identity, layout_of_group, name_of, rewrite
 from tplayout.admin.causes import Why, identity_causes
@@ -229,7 +230,6 @@ def test_without_weights_they_are_not_compared(store):
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A model directory: 4 KV heads, 2 layers, with a tokenizer of whole words."""
-    save_file = pytest.importorskip("safetensors.numpy").save_file
     directory = tmp_path / "model"
     directory.mkdir()
     config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -284,7 +284,6 @@ def test_a_model_that_is_none(tmp_path):
 
 
 def test_text_takes_the_models_tokenizer_and_its_bos(model):
-    pytest.importorskip("tokenizers")
     assert tokens_of_text(model, "one two three") == [2, 3, 1]
     for bos in ("<s>", {"content": "<s>"}):
         config = {"add_bos_token": True, "bos_token": bos}

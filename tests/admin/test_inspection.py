@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.support.filled_store import fill, flip, group, identity, layout_of_group, name_of, rewrite
 from tplayout.admin.catalog import QUARANTINE
@@ -176,11 +177,10 @@ def test_a_cell_that_is_not_there(store, cell):
 
 
 def test_the_picture_shows_the_broken_head(tmp_path, store):
-    image = pytest.importorskip("PIL.Image")
     found, _ = with_values(store, (Part("k", 2), Part("v", 2)))
     file = tmp_path / "chunk.png"
     draw(file, "title", norms(found), (3, 7, 8), {(2, 0)})
-    with image.open(file) as picture:
+    with Image.open(file) as picture:
         assert picture.format == "PNG"
         colours = {color for _, color in picture.convert("RGB").getcolors(1 << 20)}
     assert (255, 0, 255) in colours  # the cell with a NaN

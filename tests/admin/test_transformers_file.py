@@ -34,13 +34,13 @@ def test_there_and_back(filled, kit, make_store, tmp_path):
 
 
 def test_transformers_itself_takes_it(filled, kit, tmp_path):
-    torch = pytest.importorskip("torch")
-    cache_utils = pytest.importorskip("transformers.cache_utils")
+    import torch
     from safetensors.torch import load_file as load_torch
+    from transformers.cache_utils import DynamicCache
 
     store_to_transformers(filled[0], kit.TOKENS, tmp_path / "f.safetensors")
     tensors = load_torch(tmp_path / "f.safetensors")
-    cache = cache_utils.DynamicCache()
+    cache = DynamicCache()
     for layer in range(3):
         cache.update(tensors[f"key_cache.{layer}"], tensors[f"value_cache.{layer}"], layer)
     assert cache.get_seq_length() == 20

@@ -48,7 +48,8 @@ class Kit:
 
     @staticmethod
     def torch(bits: np.ndarray[Any, Any], group: Group) -> Any:
-        torch = pytest.importorskip("torch")
+        import torch
+
         names = {"F32": "float32", "F16": "float16", "U8": "uint8", "BF16": "bfloat16"}
         names |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
         raw = torch.from_numpy(bits.copy().view({1: "u1", 2: "i2", 4: "i4"}[group.element_bytes]))

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tplayout.cache.arrays import as_bits, from_bits, read_cells, write_cells
 from tplayout.errors import ConfigError
@@ -58,7 +59,6 @@ def test_signalling_nans_keep_their_payload(kit: Any) -> None:
 
 
 def test_tensors_that_need_gradients_and_parameters_are_fine(kit: Any) -> None:
-    torch = pytest.importorskip("torch")
     group = kit.group(dtype="F32")
     array = torch.nn.Parameter(kit.torch(kit.kv(group), group))
     assert as_bits(array, layout_of(group), whole(group)).tobytes() == kit.kv(group).tobytes()

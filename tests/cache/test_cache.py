@@ -9,6 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load
 
 from tplayout.cache import Cache
 from tplayout.errors import ConfigError, FormatError, GeometryError, NotFound, Reason, Unavailable
@@ -110,10 +112,9 @@ def test_replicas_are_stored_once_and_read_by_all(cache: Cache, store: Store, ki
 
 
 def test_elements_are_where_the_safetensors_library_finds_them(cache: Cache, store: Store, kit: Any) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy")
     kit.fill(cache, 1, tp=4)
     (group,), chunk = cache.geometry.groups, cache.chunks(kit.TOKENS)[0]
-    tensors = safetensors.load(store.get(name_of(cache, chunk)))
+    tensors = load(store.get(name_of(cache, chunk)))
     for head in range(4):
         assert tensors[f"h{head}.kv"].tobytes() == kit.kv(group)[head].tobytes()
     assert tensors["tokens"].tolist() == kit.TOKENS[:4]
@@ -159,7 +160,6 @@ def test_putting_again_repairs(cache: Cache, damage: Damage, kit: Any) -> None:
 
 
 def test_chunks_of_any_sequence_of_integers(cache: Cache, kit: Any) -> None:
-    torch = pytest.importorskip("torch")
     chunks = cache.chunks(kit.TOKENS)
     assert [chunk.index for chunk in chunks] == [0, 1, 2, 3, 4]
     assert [chunk.tokens for chunk in chunks][-1] == tuple(kit.TOKENS[16:20])

@@ -45,7 +45,6 @@ def test_a_sound_chunk(cache):
 
 
 def test_a_damaged_chunk_is_shown_and_the_answer_is_no(cache, tmp_path):
-    pytest.importorskip("PIL")
     (chunk,) = fill(cache, range(4))
     rewrite(cache.store, name_of(cache, chunk), flip(layout_of_group(cache).cell_range(1, 1).start))
     picture = tmp_path / "chunk.png"

@@ -161,7 +161,6 @@ def test_every_looking_verb_on_s3(tmp_path: Path):
 
 def test_the_tool_is_found_as_a_command():
     tool = Path(sys.executable).with_name("tplayout")
-    if not os.access(tool, os.X_OK):
-        pytest.skip("tplayout is not installed in this environment")
+    assert os.access(tool, os.X_OK), f"{tool} is not there: pip install -e . makes it (make setup)"
     result = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout.split()[0]) == (0, "tplayout")

@@ -5,14 +5,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import safetensors
+import torch
+from safetensors.numpy import load
 
 from tplayout.format.chunk import chunk_layout, seal
 from tplayout.format.digest import make_hasher
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.keys import chain
-
-torch = pytest.importorskip("torch")
-safetensors = pytest.importorskip("safetensors")
 
 DTYPES = {
     "F32": torch.float32,
@@ -64,7 +64,6 @@ def test_every_element_is_read_by_the_library(tmp_path: Path, dtype: str, kind: 
 
 def test_numpy_reads_it_too() -> None:
     """[M21]"""
-    load = pytest.importorskip("safetensors.numpy").load
     group = Group("g", "full", (0,), 2, KV, "F32")
     layout = chunk_layout(Geometry(4, (group,)), 0, "blake3")
     buf = bytearray(layout.nbytes)

@@ -491,7 +491,6 @@ class TestReadingFromThePageCache:
 
         return install
 
-    @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="Linux only")
     @pytest.mark.parametrize("answer", [lambda at: MIB * 100, lambda at: 70_001, lambda at: 5000 if at < MIB else 0])
     def test_any_part_may_be_cached(
         self,
