@@ -12,11 +12,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from flaky_proxy import Proxy, Wire  # noqa: E402
-from s3_server import S3Server  # noqa: E402
+from flaky_proxy import Proxy, Wire
+from s3_server import S3Server
 
-from tplayout.errors import StorageError  # noqa: E402
-from tplayout.storage import Store, open_store  # noqa: E402
+from tplayout.errors import StorageError
+from tplayout.storage import Store, open_store
 
 DATA = bytes(range(256)) * 4096  # 1 MiB
 
