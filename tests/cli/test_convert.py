@@ -2,25 +2,19 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from safetensors.numpy import load_file
 
-from tests.support.sample_stores import content
+from tests.support.sample_stores import TOKENS, content, damage_one, identity
+from tests.support.tool import ask, call, refused
 from tplayout.admin.convert import target_namespace
 from tplayout.admin.transfer import store_prefix
-from tplayout.cli.main import main
-from tplayout.format.geometry import Geometry, Group, Part
-from tplayout.format.identity import Identity
 from tplayout.format.keys import chain
 from tplayout.storage.url import open_store
-
-GROUP = Group("full", "full", (0, 1), 4, (Part("k", 8), Part("v", 8)), "F16")
-IDENTITY = Identity("files:00", {}, "float16", None, Geometry(4, (GROUP,)))
-TOKENS = list(range(16))
 
 
 class Values:
@@ -35,22 +29,12 @@ class Values:
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     with open_store(tmp_path / "store") as store:
-        target = target_namespace(store, IDENTITY, None, "m")
+        target = target_namespace(store, identity(), None, "m")
         store_prefix(Values(), chain(target.digest, TOKENS, 4), target)
     return str(tmp_path / "store")
 
 
-def run(*arguments: object, code: int = 0) -> dict:
-    result = CliRunner().invoke(main, ["convert", *map(str, arguments), "--json"])
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
-
-
-def fail(*arguments: object, code: int = 2) -> str:
-    result = CliRunner().invoke(main, ["convert", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    assert len(result.stderr.splitlines()) == 1
-    return result.stderr
+run, fail = partial(ask, "convert"), partial(refused, "convert")
 
 
 def test_store_to_shards_to_store(url, tmp_path):
@@ -87,15 +71,12 @@ def test_chunk_size_and_dtype(url, tmp_path):
     report = run(url, tmp_path / "out", "--dtype", "BF16", "--lossy", "--chunk-tokens", 8)
     assert report["objects_written"] == 2
     assert 0 < report["losses"]["full"]["mean"] < report["losses"]["full"]["max"] <= 1
-    result = CliRunner().invoke(main, ["convert", url, str(tmp_path / "w"), "--dtype", "BF16", "--lossy"])
+    result = call("convert", url, tmp_path / "w", "--dtype", "BF16", "--lossy")
     assert "error at most" in result.stdout
 
 
 def test_damage_is_an_exit_code_of_1(url, tmp_path):
-    name = next((tmp_path / "store").rglob("*.0.safetensors"))
-    data = bytearray(name.read_bytes())
-    data[-1] ^= 1
-    name.write_bytes(data)
+    name = damage_one(tmp_path / "store")
     report = run(url, tmp_path / "out", "--chunk-tokens", 8, code=1)
     assert list(report["damaged"]) == [str(name.relative_to(tmp_path / "store"))]
 
@@ -126,7 +107,7 @@ def test_another_codec_and_back(url, tmp_path):
     assert (report["bytes_read"], report["bytes"], report["objects_written"]) == (before, after, 4)
     assert after < before
     assert run(url, packed, "--codec", "shuffle-zstd")["objects_present"] == 4
-    shown = CliRunner().invoke(main, ["convert", str(packed), str(back), "--codec", "none"])
+    shown = call("convert", packed, back, "--codec", "none")
     assert shown.exit_code == 0, shown.output
     assert " before), 0 were there" in shown.stdout
     assert content(back) == content(Path(url))

@@ -1,15 +1,15 @@
 """`tplayout convert` of other caches' files, as people call it."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
 from tests.admin.peer_kit import PEERS, PROMPT, values
-from tplayout.cli.main import main
+from tests.support.tool import ask, refused
 
 
 @pytest.fixture
@@ -29,16 +29,7 @@ def common(model, tmp_path) -> list[object]:
     return ["--model", model, "--tokens", tmp_path / "prompt", "--chunk-tokens", 16]
 
 
-def run(*arguments: object, code: int = 0) -> dict:
-    result = CliRunner().invoke(main, ["convert", *map(str, arguments), "--json"])
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
-
-
-def fail(*arguments: object, code: int = 2) -> str:
-    result = CliRunner().invoke(main, ["convert", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result.stderr
+run, fail = partial(ask, "convert"), partial(refused, "convert")
 
 
 @pytest.mark.parametrize(

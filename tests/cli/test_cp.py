@@ -3,42 +3,36 @@
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from tests.support.sample_stores import TOKENS, content, run, store_prompts
-from tplayout.cli.main import main
+from tests.support.sample_stores import TOKENS, content, damage_one, store_prompts, two_namespaces
+from tests.support.tool import ask, call
 from tplayout.storage.url import open_store
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    for weights in ("files:01", "files:02"):
-        store_prompts(tmp_path / "store", TOKENS, weights=weights)
-    return tmp_path / "store"
+    return two_namespaces(tmp_path / "store")
 
 
 def test_a_whole_store(store, tmp_path):
-    report = run("cp", store, tmp_path / "copy")
+    report = ask("cp", store, tmp_path / "copy")
     assert [each["copied"] for each in report["namespaces"].values()] == [4, 4]
     assert content(tmp_path / "copy") == content(store)
-    assert [each["present"] for each in run("cp", store, tmp_path / "copy")["namespaces"].values()] == [4, 4]
+    assert [each["present"] for each in ask("cp", store, tmp_path / "copy")["namespaces"].values()] == [4, 4]
 
 
 def test_a_namespace_and_a_prompt(store, tmp_path):
     name = store_prompts(store, TOKENS)
-    assert list(run("cp", store, tmp_path / "copy", "--namespace", name[:8])["namespaces"]) == [name]
+    assert list(ask("cp", store, tmp_path / "copy", "--namespace", name[:8])["namespaces"]) == [name]
     (tmp_path / "prompt").write_text(" ".join(map(str, TOKENS[:8])))
-    report = run("cp", store, tmp_path / "few", "--namespace", name, "--tokens", tmp_path / "prompt")
+    report = ask("cp", store, tmp_path / "few", "--namespace", name, "--tokens", tmp_path / "prompt")
     assert report["namespaces"][name]["copied"] == 2
     assert len(content(tmp_path / "few")) == 3
 
 
 def test_damage_is_an_exit_code_of_1(store, tmp_path):
-    name = next(store.rglob("*.0.safetensors"))
-    data = bytearray(name.read_bytes())
-    data[-1] ^= 1
-    name.write_bytes(data)
-    report = run("cp", store, tmp_path / "copy", code=1)
+    name = damage_one(store)
+    report = ask("cp", store, tmp_path / "copy", code=1)
     damaged = [object_name for each in report["namespaces"].values() for object_name in each["damaged"]]
     assert damaged == [str(name.relative_to(store))]
 
@@ -49,7 +43,7 @@ def test_a_namespace_that_cannot_be_read_keeps_no_other_back(store, tmp_path, ve
     (document,) = set(store.glob("*/namespace.json")) - {store / sound / "namespace.json"}
     document.write_text("{")
     options = ["--yes"] if verb == "mv" else []
-    spaces = run(verb, store, tmp_path / "copy", *options, code=1)["namespaces"]
+    spaces = ask(verb, store, tmp_path / "copy", *options, code=1)["namespaces"]
     assert spaces[sound]["copied"] == 4
     assert list(spaces[document.parent.name]["damaged"]) == [f"{document.parent.name}/namespace.json"]
     assert len(content(tmp_path / "copy")) == 5
@@ -59,17 +53,17 @@ def test_a_namespace_that_cannot_be_read_keeps_no_other_back(store, tmp_path, ve
 def test_between_file_systems(store):
     """memory:// lives in one process, so this one is not a subprocess."""
     url = f"memory://{str(store).strip('/')}/copy"
-    run("cp", store, url)
+    ask("cp", store, url)
     with open_store(url) as copy:
         assert {info.key: copy.get(info.key) for info in copy.list()} == content(store)
 
 
 def test_what_is_no_store_is_an_answer_of_no(tmp_path):
-    result = CliRunner().invoke(main, ["cp", str(tmp_path / "nothing"), str(tmp_path / "copy")])
+    result = call("cp", tmp_path / "nothing", tmp_path / "copy")
     assert result.exit_code == 3
     assert "no such directory" in result.stderr
     (tmp_path / "empty").mkdir()
-    result = CliRunner().invoke(main, ["cp", str(tmp_path / "empty"), str(tmp_path / "copy")])
+    result = call("cp", tmp_path / "empty", tmp_path / "copy")
     assert result.exit_code == 1
     assert "no namespace" in result.stderr
 
@@ -78,7 +72,7 @@ def test_what_is_no_store_is_an_answer_of_no(tmp_path):
 def test_a_store_within_the_other_is_refused(store, tmp_path, source, target):
     (tmp_path / source).mkdir(exist_ok=True)
     before = content(store)
-    result = CliRunner().invoke(main, ["cp", str(tmp_path / source), str(tmp_path / target)])
+    result = call("cp", tmp_path / source, tmp_path / target)
     assert result.exit_code == 2
     assert "lies within" in result.stderr
     assert content(store) == before

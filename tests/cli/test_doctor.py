@@ -1,17 +1,14 @@
 """`tplayout doctor`: findings as text and JSON, exit codes."""
 
-import json
+from functools import partial
 
 import pytest
-from click.testing import CliRunner, Result
 
+from tests.support.tool import ask, call
 from tplayout.admin.diagnosis import Finding, Level
 from tplayout.cli import doctor
-from tplayout.cli.main import main
 
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["doctor", *arguments])
+run, asked = partial(call, "doctor"), partial(ask, "doctor")
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +18,11 @@ def fine(monkeypatch):
 
 
 def test_a_sound_store(tmp_path):
-    result = run(str(tmp_path), "--size", "1M")
+    result = run(tmp_path, "--size", "1M")
     assert result.exit_code == 0
     assert "ok    read rate        get of 1 MiB in " in result.stdout
     assert result.stdout.splitlines()[-1].startswith("0 failed, ")
-    document = json.loads(run(str(tmp_path), "--json", "--no-write").stdout)
+    document = asked(tmp_path, "--no-write")
     assert (document["ok"], document["url"]) == (True, f"file://{tmp_path}")
     assert document["findings"][0] == {
         "topic": "machine",
@@ -38,7 +35,7 @@ def test_a_sound_store(tmp_path):
 
 
 def test_without_a_url_only_the_machine_is_looked_at(monkeypatch):
-    assert json.loads(run("--json").stdout)["url"] is None
+    assert asked()["url"] is None
     monkeypatch.setattr(doctor, "environment", lambda: [Finding("machine", Level.FAIL, "broken", "mend it")])
     result = run()
     assert result.exit_code == 1
@@ -50,7 +47,7 @@ def test_a_store_that_cannot_be_reached():
     result = run(*arguments)
     assert result.exit_code == 3
     assert "fail  reach" in result.stdout
-    assert json.loads(run(*arguments, "--json").stdout)["ok"] is False
+    assert asked(*arguments, code=3)["ok"] is False
 
 
 def test_a_wrong_url():
@@ -58,7 +55,7 @@ def test_a_wrong_url():
 
 
 def test_a_path_that_is_not_there_is_warned_of_and_not_made(tmp_path):
-    document = json.loads(run(str(tmp_path / "a" / "b"), "--json").stdout)
+    document = asked(tmp_path / "a" / "b")
     (finding,) = [each for each in document["findings"] if each["topic"] == "directory"]
     assert finding["level"] == "warn"
     assert str(tmp_path) in finding["text"]

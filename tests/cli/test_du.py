@@ -1,18 +1,12 @@
 """`tplayout du`: bytes by namespace, age and prefix."""
 
-import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from tests.support.filled_store import cache_with_a_gap, layout_of_group
+from tests.support.tool import ask, call
 from tplayout.cache import Cache
-from tplayout.cli.main import main
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, [*arguments])
 
 
 @pytest.fixture
@@ -23,12 +17,12 @@ def cache(tmp_path: Path) -> Cache:
 def test_du_by_namespace_age_and_prefix(cache):
     nbytes = layout_of_group(cache).nbytes
     cache.store.put("foreign.txt", b"12345")
-    by_namespace = json.loads(run("du", cache.store.url, "--json").stdout)
+    by_namespace = ask("du", cache.store.url)
     assert [(row["name"], row["objects"]) for row in by_namespace["rows"]] == [(cache.namespace, 7), ("foreign", 1)]
     assert by_namespace["bytes"] == 7 * nbytes + 5
-    by_age = json.loads(run("du", cache.store.url, "--by", "age", "--json").stdout)
+    by_age = ask("du", cache.store.url, "--by", "age")
     assert by_age["rows"][0] == {"younger_than": "1h", "objects": 7, "bytes": 7 * nbytes}
-    by_prefix = json.loads(run("du", cache.store.url, "--by", "prefix", "--json").stdout)
+    by_prefix = ask("du", cache.store.url, "--by", "prefix")
     assert [(row["chunks"], row["tokens"], row["start_token"]) for row in by_prefix["rows"]] == [
         (6, 20, 0),
         (1, 4, None),
@@ -37,7 +31,7 @@ def test_du_by_namespace_age_and_prefix(cache):
 
 @pytest.mark.parametrize("by", ["namespace", "age", "prefix"])
 def test_du_for_people(cache, by):
-    result = run("du", cache.store.url, "--by", by, "--top", "1")
+    result = call("du", cache.store.url, "--by", by, "--top", "1")
     assert result.exit_code == 0
     assert "7 objects" in result.stderr
     assert len(result.stdout.splitlines()) == {"namespace": 2, "age": 7, "prefix": 2}[by]

@@ -1,19 +1,17 @@
 """`tplayout explain`: prompts as tokens and text, the answer as text and JSON."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from tests.support.filled_store import fill, identity, name_of
+from tests.support.tool import ask, call
 from tplayout.cache import Cache
-from tplayout.cli.main import main
 from tplayout.format.identity import NamespaceDocument, StorageFacts
 
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["explain", *arguments])
+run, asked = partial(call, "explain"), partial(ask, "explain")
 
 
 @pytest.fixture
@@ -52,9 +50,7 @@ def test_a_gap_in_text_and_json(cache, model, tokens):
     result = run(*arguments)
     assert result.exit_code == 1
     assert "because  gap after chunk 0" in result.stdout
-    result = run(*arguments, "--json")
-    document = json.loads(result.stdout)
-    assert result.exit_code == 1
+    document = asked(*arguments, code=1)
     assert [chunk["state"] for chunk in document["chunks"]] == ["hit", "missing", "hit"]
     assert [chunk["start_token"] for chunk in document["chunks"]] == [0, 4, 8]
     assert [reason["reason"] for reason in document["reasons"]] == ["gap"]

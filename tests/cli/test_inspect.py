@@ -1,18 +1,16 @@
 """`tplayout inspect`: namespaces, chunks sound and damaged, statistics and picture, as text and JSON."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from tests.support.filled_store import fill, flip, identity, layout_of_group, name_of, rewrite
+from tests.support.tool import ask, call
 from tplayout.cache import Cache
-from tplayout.cli.main import main
 
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["inspect", *arguments])
+run, asked = partial(call, "inspect"), partial(ask, "inspect")
 
 
 @pytest.fixture
@@ -26,7 +24,7 @@ def test_namespaces_in_full(cache):
     assert result.exit_code == 0
     assert f"namespace {cache.namespace}" in result.stdout
     assert "config        rope_theta = 10000" in result.stdout
-    (space,) = json.loads(run(cache.store.url, "--json").stdout)["namespaces"]
+    (space,) = asked(cache.store.url)["namespaces"]
     assert space["identity"] == json.loads(json.dumps(cache.identity.to_json()))
     assert space["layouts"][0]["bytes"] == layout_of_group(cache).nbytes
 
@@ -37,7 +35,7 @@ def test_a_sound_chunk(cache):
     assert result.exit_code == 0
     assert "tokens    4 5 6 7\n" in result.stdout
     assert result.stdout.endswith("  sound\n")
-    document = json.loads(run(cache.store.url, chunk.key.hex()[:8], "--json", "--cell", "1:0").stdout)
+    document = asked(cache.store.url, chunk.key.hex()[:8], "--cell", "1:0")
     assert (document["sound"], document["tokens"], document["fault"]) == (True, [4, 5, 6, 7], None)
     assert (document["parent"], document["first_chunk"], document["has_extras"]) == (chunk.parent.hex(), False, False)
     assert [one["ok"] for one in document["cells"]] == [True] * 4
@@ -54,7 +52,7 @@ def test_a_damaged_chunk_is_shown_and_the_answer_is_no(cache, tmp_path):
     assert "4, 1 damaged\n            head 1, layer 1\n" in result.stdout
     assert "DAMAGED   digest-mismatch" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
-    document = json.loads(run(*arguments, "--json").stdout)
+    document = asked(*arguments, code=1)
     assert (document["sound"], document["fault"]["reason"]) == (False, "digest-mismatch")
     assert document["heatmap"] == str(picture)
 

@@ -1,18 +1,12 @@
 """`tplayout ls`: what people and programs get to see."""
 
-import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from tests.support.filled_store import cache_with_a_gap, layout_of_group
+from tests.support.tool import ask, call
 from tplayout.cache import Cache
-from tplayout.cli.main import main
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, [*arguments])
 
 
 @pytest.fixture
@@ -21,12 +15,12 @@ def cache(tmp_path: Path) -> Cache:
 
 
 def test_ls_shows_namespaces(cache):
-    result = run("ls", cache.store.url)
+    result = call("ls", cache.store.url)
     assert result.exit_code == 0
     line = result.stdout.splitlines()[1]
     assert line.startswith(f"{cache.namespace}  my \ufffd[31mmodel  F16")
     assert "2 layers x 2 heads x (k2 v2)" in line
-    (space,) = json.loads(run("ls", cache.store.url, "--json").stdout)["namespaces"]
+    (space,) = ask("ls", cache.store.url)["namespaces"]
     assert (space["namespace"], space["chunks"], space["bytes"]) == (
         cache.namespace,
         7,
@@ -38,33 +32,33 @@ def test_ls_shows_namespaces(cache):
 
 def test_ls_shows_a_namespace_that_cannot_be_read(cache):
     cache.store.put(f"{cache.namespace}/namespace.json", b"{")
-    result = run("ls", cache.store.url)
+    result = call("ls", cache.store.url)
     assert "(namespace.json is damaged)" in result.stdout
-    (space,) = json.loads(run("ls", cache.store.url, "--json").stdout)["namespaces"]
+    (space,) = ask("ls", cache.store.url)["namespaces"]
     assert (space["model"], "not-json" in space["fault"]) == (None, True)
-    assert run("ls", cache.store.url, cache.namespace).exit_code == 1
+    assert call("ls", cache.store.url, cache.namespace).exit_code == 1
 
 
 def test_ls_shows_prefixes_as_a_tree(cache):
-    result = run("ls", cache.store.url, cache.namespace[:6])
+    result = call("ls", cache.store.url, cache.namespace[:6])
     assert result.exit_code == 0
     lines = [line.split() for line in result.stdout.splitlines() if ".." in line]
     assert [line[0] for line in lines if line[0] != "└"] == ["0..8", "?..?+4"]
     assert sorted(line[1] for line in lines if line[0] == "└") == ["8..12", "8..20"]
     assert "gap: waits for" in result.stdout
-    document = json.loads(run("ls", cache.store.url, cache.namespace, "--json").stdout)
+    document = ask("ls", cache.store.url, cache.namespace)
     assert sorted(prefix["tokens"] for prefix in document["prefixes"]) == [4, 4, 8, 12]
     assert {prefix["start_token"] for prefix in document["prefixes"]} == {None, 0, 8}
     assert document["damaged"] == []
 
 
 def test_an_empty_store_is_no_error(tmp_path):
-    result = run("ls", str(tmp_path))
+    result = call("ls", str(tmp_path))
     assert (result.exit_code, result.stdout) == (0, "")
     assert "holds no namespace" in result.stderr
-    assert json.loads(run("ls", str(tmp_path), "--json").stdout)["namespaces"] == []
+    assert ask("ls", str(tmp_path))["namespaces"] == []
 
 
 @pytest.mark.parametrize(("namespace", "code"), [("ffff", 1), ("xyz", 2), ("../..", 2)])
 def test_a_namespace_that_is_not_there(cache, namespace, code):
-    assert run("ls", cache.store.url, namespace).exit_code == code
+    assert call("ls", cache.store.url, namespace).exit_code == code

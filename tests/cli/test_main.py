@@ -11,6 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.tool import call
 from tplayout.cli import main as main_module
 from tplayout.cli.main import EXIT_CODES, VERBS, main, module_of
 from tplayout.errors import (
@@ -37,7 +38,7 @@ def run_verb(monkeypatch: pytest.MonkeyPatch, function: object) -> Result:
     command = click.Command("verb", callback=function)  # type: ignore[arg-type]
     monkeypatch.setattr(main_module, "VERBS", {"verb": "does it"})
     monkeypatch.setattr(main_module, "import_module", lambda name: SimpleNamespace(command=command))
-    return CliRunner().invoke(main, ["verb"])
+    return call("verb")
 
 
 def raising(error: BaseException) -> object:
@@ -48,7 +49,7 @@ def raising(error: BaseException) -> object:
 
 
 def test_help_names_the_verbs_and_exit_codes():
-    result = CliRunner().invoke(main, ["--help"])
+    result = call("--help")
     assert result.exit_code == 0
     assert "3    the store cannot be reached" in result.output
     assert all(f"\n  {verb} " in result.output for verb in VERBS)
@@ -101,19 +102,19 @@ def test_a_directory_that_is_not_there_is_not_reached(verb, tmp_path):
     model.mkdir()
     (model / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
     options = {"explain": ["--model", str(model), "--tokens", str(tokens)], "export": [str(tmp_path / "file")]}
-    result = CliRunner().invoke(main, [verb, str(tmp_path / "none"), *options.get(verb, ())])
+    result = call(verb, tmp_path / "none", *options.get(verb, ()))
     assert (result.exit_code, result.stdout) == (3, "")
     assert "no such directory" in result.stderr
 
 
 def test_version():
-    result = CliRunner().invoke(main, ["--version"])
+    result = call("--version")
     assert (result.exit_code, result.output) == (0, "tplayout 0.1.0\n")
 
 
 @pytest.mark.parametrize("arguments", [["no-such-verb"], ["--no-such-option"]])
 def test_wrong_use_is_2(arguments):
-    assert CliRunner().invoke(main, arguments).exit_code == 2
+    assert call(*arguments).exit_code == 2
 
 
 @pytest.mark.parametrize(

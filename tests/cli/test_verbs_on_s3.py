@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
+from tests.support.sample_stores import Noise, content
+from tests.support.tool import ask, call
 from tools.s3_server import S3Server
 from tplayout.admin.convert import target_namespace
 from tplayout.admin.transfer import store_prefix
-from tplayout.cli.main import main
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity
 from tplayout.format.keys import chain
@@ -24,20 +24,10 @@ PARTS = (Part("k", 128), Part("v", 128))
 IDENTITY = Identity("files:01", {}, "float16", None, Geometry(64, (Group("full", "full", (0, 1), 4, PARTS, "F16"),)))
 
 
-class Counting:
-    def fill(self, group, tokens, out):
-        out[...] = tokens.start
-        return True
-
-
 def fill(path: Path, chunks: int) -> None:
     with open_store(path) as store:
         target = target_namespace(store, IDENTITY, None, "m")
-        store_prefix(Counting(), chain(target.digest, list(range(64 * chunks)), 64), target)
-
-
-def content(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+        store_prefix(Noise(), chain(target.digest, list(range(64 * chunks)), 64), target)
 
 
 @pytest.mark.s3
@@ -48,9 +38,7 @@ def test_moving_and_pruning_on_s3(tmp_path):
         options = [f"--storage-option={name}:={json.dumps(value)}" for name, value in server.storage_options.items()]
 
         def run(*arguments: object, code: int = 0) -> dict:
-            result = CliRunner().invoke(main, [*map(str, arguments), *options, "--json"])
-            assert result.exit_code == code, result.output
-            return json.loads(result.stdout)
+            return ask(*arguments, *options, code=code)
 
         url = f"{server.url.rstrip('/')}/kv"
         (report,) = run("cp", tmp_path / "store", url)["namespaces"].values()
@@ -90,6 +78,6 @@ def test_ctrl_c_leaves_nothing_half_written(tmp_path):
     copied, whole = content(tmp_path / "copy"), content(tmp_path / "store")
     assert 1 < len(copied) < len(whole)
     assert all(whole[name] == data for name, data in copied.items())
-    result = CliRunner().invoke(main, ["cp", str(tmp_path / "store"), str(tmp_path / "copy")])
+    result = call("cp", tmp_path / "store", tmp_path / "copy")
     assert result.exit_code == 0
     assert content(tmp_path / "copy") == whole

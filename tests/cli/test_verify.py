@@ -1,18 +1,15 @@
 """`tplayout verify`: what it prints, JSON, exit codes, and that it asks before it moves anything."""
 
-import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from tests.support.filled_store import fill, flip, identity, name_of, rewrite
+from tests.support.tool import ask, call
 from tplayout.cache import Cache
-from tplayout.cli.main import main
 
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["verify", *map(str, arguments)])
+run, asked = partial(call, "verify"), partial(ask, "verify")
 
 
 @pytest.fixture
@@ -52,8 +49,7 @@ def test_damage_is_named_with_its_fix_and_the_fix_mends_it(cache, names):
 
 def test_json_is_one_document_with_the_documented_keys(cache, names):
     rewrite(cache.store, names[1], flip(-1))
-    result = run(cache.store.url, "--json", "--quarantine", "--yes", "--also", "unreachable")
-    document = json.loads(result.stdout)
+    document = asked(cache.store.url, "--quarantine", "--yes", "--also", "unreachable")
     assert document.keys() == {
         *("url", "deep", "sound", "namespaces", "checked", "bytes", "skipped", "findings", "quarantined")
     }

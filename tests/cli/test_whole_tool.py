@@ -9,13 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from tests.support.filled_store import fill, flip, identity, layout_of_group, name_of, rewrite
 from tests.support.sample_stores import content
+from tests.support.tool import ask, call
 from tools.s3_server import S3Server
 from tplayout.cache import Cache
-from tplayout.cli.main import main
 from tplayout.storage.url import open_store
 
 TOOL = [sys.executable, "-c", "from tplayout.cli.main import main; main()"]
@@ -92,7 +91,7 @@ def test_every_verb_on_a_packed_store(tmp_path: Path):
     assert ask("inspect", url)["namespaces"][0]["codec"] == "shuffle-zstd"
     shown = ask("inspect", url, names[3])
     assert (shown["codec"], shown["sound"], shown["bytes"]) == ("shuffle-zstd", True, (url / names[3]).stat().st_size)
-    assert "codec shuffle-zstd" in invoke("inspect", url, names[3]).stdout
+    assert "codec shuffle-zstd" in call("inspect", url, names[3]).stdout
     assert ask("verify", url)["bytes"] == nbytes
     assert ask("verify", url, "--quick")["findings"] == []
 
@@ -108,18 +107,8 @@ def test_every_verb_on_a_packed_store(tmp_path: Path):
     rewrite(open_store(url), names[0], flip((url / names[0]).stat().st_size - 1))
     (finding, *_) = ask("verify", url, code=1)["findings"]
     assert (finding["object"], finding["reason"]) == (names[0], "digest-mismatch")
-    assert "damaged" in invoke("explain", url, "--model", document, "--tokens", tokens).stdout
+    assert "damaged" in call("explain", url, "--model", document, "--tokens", tokens).stdout
     assert ask("inspect", url, names[0], code=1)["fault"]["reason"] == "digest-mismatch"
-
-
-def invoke(*arguments: object):
-    return CliRunner().invoke(main, [*map(str, arguments)])
-
-
-def ask(*arguments: object, code: int = 0) -> dict:
-    result = invoke(*arguments, "--json")
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
 
 
 @pytest.mark.s3

@@ -1,16 +1,13 @@
-"""Small stores on disk, made with the tools' own library, and the tool's verbs as programs call them."""
+"""Small stores on disk, made with the tools' own library."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from click.testing import CliRunner
 
 from tplayout.admin.convert import target_namespace
 from tplayout.admin.transfer import store_prefix
-from tplayout.cli.main import main
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity
 from tplayout.format.keys import chain
@@ -32,9 +29,9 @@ def identity(weights: str = "files:01") -> Identity:
     return Identity(weights, {}, "float16", None, Geometry(4, (GROUP,)))
 
 
-def store_prompts(path: Path, *prompts: Sequence[int], weights: str = "files:01") -> str:
-    """Put the full chunks of the prompts into the store at `path`; the namespace's name."""
-    with open_store(path) as store:
+def store_prompts(url: str | Path, *prompts: Sequence[int], weights: str = "files:01") -> str:
+    """Put the full chunks of the prompts into the store at a path or URL; the namespace's name."""
+    with open_store(url) as store:
         target = target_namespace(store, identity(weights), None, "m")
         for prompt in prompts:
             store_prefix(Noise(), chain(target.digest, prompt, 4), target)
@@ -46,9 +43,23 @@ def content(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def run(verb: str, *arguments: object, code: int = 0) -> dict[str, Any]:
-    """`tplayout VERB … --json`: its document, once it ended with `code`."""
-    result = CliRunner().invoke(main, [verb, *map(str, arguments), "--json"])
-    assert result.exit_code == code, result.output
-    document: dict[str, Any] = json.loads(result.stdout)
-    return document
+def two_namespaces(path: Path) -> Path:
+    """A store of one prompt in each of two namespaces."""
+    for weights in ("files:01", "files:02"):
+        store_prompts(path, TOKENS, weights=weights)
+    return path
+
+
+def two_prompts(path: Path) -> Path:
+    """A store of two prompts in one namespace: four chunks, and two."""
+    store_prompts(path, TOKENS, [9] * 8)
+    return path
+
+
+def damage_one(path: Path) -> Path:
+    """Flip the last bit of one object of a store; its file."""
+    file = next(path.rglob("*.0.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    return file
