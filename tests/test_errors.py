@@ -12,6 +12,7 @@ from tplayout import errors as e
     [
         e.FormatError(e.Reason.TRUNCATED, "3 bytes", "ns/aa/x"),
         e.NotFound("ns/x"),
+        e.OverLimit("ns/x", nbytes=5),
         e.StorageError("busy", e.StorageErrorKind.SHORT_READ),
         e.NamespaceMismatch("geometry.groups[0].dtype", "BF16", "F16"),
         e.ConfigError("url: empty"),
@@ -38,6 +39,7 @@ def test_format_errors_name_the_object_and_the_reason() -> None:
         (e.StorageTimeout, "timeout"),
         (e.Forbidden, "forbidden"),
         (e.StorageFull, "full"),
+        (e.OverLimit, "limit"),
         (e.Unavailable, "unavailable"),
         (e.StorageError, "unavailable"),
     ],

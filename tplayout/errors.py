@@ -50,9 +50,11 @@ class Reason(StrEnum):
     WRONG_NAMESPACE = "wrong-namespace"  # namespace.json whose identity does not hash to its directory
     WRONG_DIGEST = "wrong-digest"  # a known digest, but not the one of the namespace
     WRONG_SECRET = "wrong-secret"  # secret missing, different, or not used by this object
+    WRONG_ENCRYPTION_KEY = "wrong-encryption-key"  # encryption key missing, different, or not used by this object
     WRONG_CODEC = "wrong-codec"  # a known codec, but not the one of the namespace
     BAD_LENGTHS = "bad-lengths"  # a stored length that no plane can have
     BAD_PLANE = "bad-plane"  # stored bytes that are no packed plane of a cell
+    BAD_TAG = "bad-tag"  # encrypted bytes that were not written in that place with that key
     DIGEST_MISMATCH = "digest-mismatch"  # a cell's bytes are not those that were written there
     UNSUPPORTED_CODEC = "unsupported-codec"
     UNSUPPORTED_DIGEST = "unsupported-digest"
@@ -83,6 +85,7 @@ class StorageErrorKind(StrEnum):
     TIMEOUT = "timeout"
     FORBIDDEN = "forbidden"
     FULL = "full"
+    LIMIT = "limit"  # no more room below the limit that we keep to, `max_bytes`
     UNAVAILABLE = "unavailable"
     EXISTS = "exists"
     TOO_LARGE = "too-large"  # the object does not fit the buffer it is read into
@@ -127,6 +130,16 @@ class StorageFull(StorageError):
     """No space, no inodes, or over quota."""
 
     default_kind = StorageErrorKind.FULL
+
+
+class OverLimit(StorageError):
+    """Storing this would exceed the store's limit. nbytes: of what was to be stored."""
+
+    default_kind = StorageErrorKind.LIMIT
+
+    def __init__(self, detail: str, kind: StorageErrorKind | None = None, nbytes: int = 0) -> None:
+        super().__init__(detail, kind)
+        self.nbytes = nbytes
 
 
 class Unavailable(StorageError):

@@ -470,6 +470,18 @@ class TestLocal(SharedContract):
         return Place(f"file://{tmp_path}/store")
 
 
+class TestCapped(SharedContract):
+    """A local store under a limit that it does not reach."""
+
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Place:
+        class Capped(Place):
+            def open(self, timeout_s: float = 30.0) -> Store:
+                return open_store(self.url, self.options, timeout_s, max_bytes=1 << 30)
+
+        return Capped(f"file://{tmp_path}/store")
+
+
 class TestWithoutFaults(SharedContract):
     """The fault-injecting wrapper with no faults keeps the contract."""
 

@@ -106,36 +106,100 @@ def is_file(root: str, key: str) -> bool:
         os.close(parent)
 
 
+class Draft:
+    """A file under a temporary name, until it is published or discarded: one of both must be called, once."""
+
+    def __init__(self, root: str, key: str, temporary: str, nbytes: int = 0) -> None:
+        """temporary: a last component nobody else uses. nbytes: the size that it has from the start.
+
+        The directory may vanish at any time: FileNotFoundError."""
+        self._parent, self._name = open_parent(root, key, create=True)
+        self._temporary = temporary
+        self._fd = -1
+        try:
+            self._fd = os.open(temporary, _CREATE, 0o600, dir_fd=self._parent)
+            os.fchmod(self._fd, 0o600)  # an odd umask may have taken the owner's bits
+            if nbytes:
+                os.ftruncate(self._fd, nbytes)
+        except BaseException:
+            self.discard()
+            raise
+
+    def fill(self, write: Callable[[int], None]) -> None:
+        """Let write(fd) write the content."""
+        try:
+            write(self._fd)
+        finally:
+            self._close()  # network file systems report a full disk here
+
+    def publish(self) -> int:
+        """Rename it to its key. Returns the size of the file that it replaced, 0 for none."""
+        replaced = _size_of(self._name, self._parent)
+        os.rename(self._temporary, self._name, src_dir_fd=self._parent, dst_dir_fd=self._parent)
+        os.close(self._parent)
+        return replaced
+
+    def discard(self) -> None:
+        """Remove it, as far as it is there."""
+        made = self._fd != -1
+        self._close()
+        if made:
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary, dir_fd=self._parent)
+        os.close(self._parent)
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -2
+            os.close(fd)
+
+
 def publish(root: str, key: str, temporary: str, write: Callable[[int], None]) -> None:
     """Let write(fd) fill a new file and rename it to key; on any failure nothing is left and nothing changed.
 
-    temporary: a last component nobody else uses. The directory may vanish at any time: FileNotFoundError."""
-    parent, name = open_parent(root, key, create=True)
+    temporary: see `Draft`, and what it raises."""
+    draft = Draft(root, key, temporary)
     try:
-        fd = os.open(temporary, _CREATE, 0o600, dir_fd=parent)
-        try:
-            try:
-                os.fchmod(fd, 0o600)  # an odd umask may have taken the owner's bits
-                write(fd)
-            finally:
-                os.close(fd)  # network file systems report a full disk here
-            os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=parent)
-            raise
-    finally:
-        os.close(parent)
+        draft.fill(write)
+        draft.publish()
+    except BaseException:
+        draft.discard()
+        raise
 
 
-def unlink(root: str, key: str) -> None:
-    """Remove a file or a link; what is missing, or a directory, is left alone."""
+def unlink(root: str, key: str) -> int:
+    """Remove a file or a link; what is missing, or a directory, is left alone. Returns the size of what is gone."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError, NotPlain):
         parent, name = open_parent(root, key, create=False)
         try:
+            size = _size_of(name, parent)
             os.unlink(name, dir_fd=parent)
+            return size
         finally:
             os.close(parent)
+    return 0
+
+
+def total_size(root: str, leave_out: str) -> int:
+    """The sum of the sizes of all regular files below root. leave_out: a directory right below it."""
+    total = 0
+    stack: list[list[str]] = [[]]
+    while stack:
+        path = stack.pop()
+        try:
+            fd = open_directory(root, path)
+        except (FileNotFoundError, NotADirectoryError, PermissionError, NotPlain):
+            continue
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if not entry.is_dir(follow_symlinks=False):
+                        total += _size_of(entry.name, fd)
+                    elif [*path, entry.name] != [leave_out]:
+                        stack.append([*path, entry.name])
+        finally:
+            os.close(fd)
+    return total
 
 
 def remove_empty(root: str, directory: str) -> None:
@@ -150,6 +214,33 @@ def remove_empty(root: str, directory: str) -> None:
         except (OSError, NotPlain):
             return
         directory = directory.rpartition("/")[0]
+
+
+def open_shared(root: str, key: str) -> int:
+    """A descriptor of a file that is changed in place, made if it is missing, for the caller to close."""
+    parent, name = open_parent(root, key, create=True)
+    try:
+        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=parent)
+    finally:
+        os.close(parent)
+
+
+def is_same(root: str, key: str, fd: int) -> bool:
+    """True if key still names the open file."""
+    parent, name = open_parent(root, key, create=False)
+    try:
+        return os.path.samestat(os.stat(name, dir_fd=parent, follow_symlinks=False), os.fstat(fd))
+    finally:
+        os.close(parent)
+
+
+def _size_of(name: str, parent: int) -> int:
+    """Of a regular file; 0 for what is missing or something else."""
+    try:
+        info = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return 0
+    return info.st_size if stat.S_ISREG(info.st_mode) else 0
 
 
 def _open_root(root: str, create: bool) -> int:

@@ -120,7 +120,7 @@ class LocalStore(Store):
         def publish() -> None:
             for _ in range(_DIRECTORY_VANISHED_TRIES):
                 try:
-                    return beneath.publish(self._root, key, temporary_name(key.rpartition("/")[2]), write)
+                    return self._publish(key, temporary_name(key.rpartition("/")[2]), lease.nbytes, write)
                 except FileNotFoundError:  # somebody removes directories: make them again
                     lease.check()
             raise Unavailable(f"put {key!r} on {self.url}: its directory vanishes again and again while it is written")
@@ -141,8 +141,7 @@ class LocalStore(Store):
 
     def _delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         def delete() -> None:
-            for key in keys:
-                beneath.unlink(self._root, key)
+            self._unlink(keys)
             for directory in sorted({key.rpartition("/")[0] for key in keys}, reverse=True):
                 beneath.remove_empty(self._root, directory)
 
@@ -154,6 +153,15 @@ class LocalStore(Store):
                 beneath.touch(self._root, key)
 
         self._call("touch", keys[0], touch, deadline)
+
+    def _publish(self, key: str, temporary: str, nbytes: int, write: Callable[[int], None]) -> None:
+        """Write a file of nbytes, whole or not at all. On a worker thread; raises OSError or StorageError."""
+        beneath.publish(self._root, key, temporary, write)
+
+    def _unlink(self, keys: Sequence[str]) -> None:
+        """Remove the files. On a worker thread; raises OSError or StorageError."""
+        for key in keys:
+            beneath.unlink(self._root, key)
 
     def _remove_temporaries(self, keys: Sequence[str], deadline: Deadline) -> None:
         self._delete(keys, deadline)

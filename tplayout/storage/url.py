@@ -41,6 +41,10 @@ _TYPO = re.compile(r"(s3a?|gs|gcs|az|abfss?|sftp|memory|https?)(:/?[^/]|//)", re
 _FILE = ("file", "local")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]|arn:[A-Za-z0-9:/_-]+")
 _CACHES = ("blockcache", "cached", "filecache", "simplecache")
+NOT_LOCAL = (
+    "max_bytes holds for file:// stores only: leave it out, and bound the bucket by its lifecycle rules, or run "
+    "`tplayout gc --max-bytes` now and then"
+)
 # Options of fsspec itself that would bring back what a store must not have.
 _OURS = ("asynchronous", "loop", "use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache")
 
@@ -49,10 +53,12 @@ def open_store(
     url: str | os.PathLike[str],
     storage_options: Mapping[str, Any] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    max_bytes: int = 0,
 ) -> Store:
     """The store at a URL: file:///path or a plain path, s3://bucket/prefix, or any other fsspec URL.
 
     storage_options: as fsspec takes them, credentials among them. timeout_s: the deadline of each operation.
+    max_bytes: what all files of a local store may have together, see `CappedStore`; 0 for no limit.
     Nothing is connected, created or checked on the other side before the first operation. ConfigError."""
     text = _checked_text(url)
     options = _checked_options(storage_options)
@@ -65,7 +71,9 @@ def open_store(
             "name the store itself"
         )
     if scheme in ("", *_FILE):
-        return _open_local(_local_root(scheme, rest, text), text, options, timeout_s)
+        return _open_local(_local_root(scheme, rest, text), text, options, timeout_s, max_bytes)
+    if max_bytes:
+        raise ConfigError(NOT_LOCAL)
     if scheme in ("s3", "s3a"):
         return _open_s3(rest, text, options, timeout_s)
     return _open_generic(scheme, text, options, timeout_s)
@@ -135,11 +143,12 @@ def _local_root(scheme: str, rest: str, text: str) -> str:
     return os.path.abspath(rest)
 
 
-def _open_local(root: str, text: str, options: dict[str, Any], timeout_s: float) -> Store:
+def _open_local(root: str, text: str, options: dict[str, Any], timeout_s: float, max_bytes: int) -> Store:
+    from tplayout.storage.capped import CappedStore
     from tplayout.storage.local import LocalStore
 
     _check_names(options, (), text)
-    return LocalStore(root, timeout_s)
+    return CappedStore(root, max_bytes, timeout_s) if max_bytes else LocalStore(root, timeout_s)
 
 
 def _open_s3(rest: str, text: str, options: dict[str, Any], timeout_s: float) -> Store:
