@@ -1,0 +1,205 @@
+"""Breaks everything around the cache, at random, and judges every answer that was given meanwhile.
+
+    tools/faults.py                 all of it, under 40 minutes
+    tools/faults.py --quick         a little of everything, for `make test`
+    tools/faults.py --seed 7        the same choices again (moments in time are never the same)
+
+Stages write each request to a log; afterwards the log is replayed against the answers of an engine that has no
+connector. The last line says what happened, and the exit status is 0 only if no answer was wrong, no request failed
+and nothing was left behind, and if the same verdict over an engine with a bug on purpose was red.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TOOLS = Path(__file__).resolve().parent
+sys.path[:0] = [path for path in (str(TOOLS), str(TOOLS.parent)) if path not in sys.path]
+
+import faults_cache  # noqa: E402
+import faults_engines as engines  # noqa: E402
+import fuzz  # noqa: E402
+from faults_engines import Ground  # noqa: E402
+from faults_log import RequestLog, Verdict, judge  # noqa: E402
+
+CORE, WORKER, ALL = "EngineCore", "Worker_TP1", ""  # as in a command line; no words: all of a server's processes
+VICTIMS = ((1, CORE), (2, WORKER), (1, ALL), (2, CORE))  # TP size, which process
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much of each stage.
+
+    at_cache, on_files, behind_proxy: faults at least; seconds: for one stage under vLLM, at most. away_s: how long an
+    S3 server is gone. fuzz_bytes: a reader. shapes: (TP size, block size) of servers at once.
+    """
+
+    prompts: int
+    at_cache: int
+    on_files: int
+    behind_proxy: int
+    seconds: float
+    away_s: float
+    io_kills: int
+    server_kills: int
+    fuzz_bytes: int
+    shapes: tuple[tuple[tuple[int, int], ...], ...]
+
+
+ALL_OF_IT = Amounts(
+    prompts=48,
+    at_cache=10_000,
+    on_files=300,
+    behind_proxy=250,
+    seconds=300,
+    away_s=60,
+    io_kills=76,
+    server_kills=24,
+    fuzz_bytes=2_000_000,
+    shapes=(((1, 32), (2, 64)), ((1, 32), (2, 64), (1, 128), (2, 32))),
+)
+QUICK = Amounts(
+    prompts=12,
+    at_cache=300,
+    on_files=30,
+    behind_proxy=0,
+    seconds=30,
+    away_s=0,
+    io_kills=3,
+    server_kills=0,
+    fuzz_bytes=20_000,
+    shapes=(),
+)
+
+
+@dataclass
+class Tally:
+    """What was done; the verdict is about what came of it."""
+
+    injected: int = 0
+    kills: int = 0
+    fuzzed: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """tally and verdict; leaks, unsound: in words; red: whether the control run was caught."""
+
+    tally: Tally
+    verdict: Verdict
+    leaks: Sequence[str]
+    unsound: Sequence[str]
+    red: bool
+
+    @property
+    def wrong(self) -> int:
+        """Wrong answers, and stores that hold what no fault explains."""
+        return len(self.verdict.wrong) + len(self.unsound)
+
+    @property
+    def passed(self) -> bool:
+        """Nothing is wrong, failed or leaked, and that means something: caches were used, the control is red."""
+        clean = not (self.wrong or self.verdict.failed or self.leaks)
+        return clean and self.verdict.cached_tokens > 0 and self.red
+
+    def line(self) -> str:
+        """The last line of a run."""
+        tally = self.tally
+        return (
+            f"faults: injected {tally.injected}, kills {tally.kills}, fuzzed {tally.fuzzed} bytes, requests "
+            f"{self.verdict.requests}, wrong {self.wrong}, failed {len(self.verdict.failed)}, leaked {len(self.leaks)}"
+        )
+
+
+def run(amounts: Amounts, seed: int, directory: Path, say: Callable[[str], None]) -> Outcome:
+    """All stages, in `directory`, and the verdict over them. say: is told what was done, line by line."""
+    prompts = engines.make_prompts(amounts.prompts, seed)
+    ground = Ground(directory, RequestLog(directory / "requests.jsonl"), prompts, random.Random(seed))
+    cold = {**faults_cache.cold_answers(), **engines.cold_answers(ground)}
+    say(f"cold answers: {len(prompts)} prompts, by an engine without the connector")
+    tally = Tally()
+    for line in stages(amounts, ground, tally, seed):
+        say(line)
+    verdict = judge(ground.log.read(), cold, engines.SLOWEST_S)
+    planted = Ground(directory, RequestLog(directory / "control.jsonl"), prompts, random.Random(seed))
+    engines.planted_bug(planted)
+    red = bool(judge(planted.log.read(), cold, engines.SLOWEST_S).wrong)
+    say(f"control: with a bug on purpose the verdict is {'red, as it must be' if red else 'NOT RED: it shows nothing'}")
+    return Outcome(tally, verdict, ground.leaks, ground.unsound, red)
+
+
+def stages(amounts: Amounts, ground: Ground, tally: Tally, seed: int) -> Iterator[str]:
+    """Run one stage after another; a line about each."""
+
+    def injected(count: int, what: str) -> str:
+        tally.injected += count
+        return f"{what}: {count} faults injected"
+
+    def killed(count: int, what: str) -> str:
+        tally.kills += count
+        return f"{what}: {count} killed"
+
+    yield injected(faults_cache.run(ground.log, amounts.at_cache, seed), "the Python API on a store that breaks")
+    tally.fuzzed = fuzzed(amounts.fuzz_bytes, seed, ground)
+    yield f"readers of foreign files: {tally.fuzzed} bytes of mutated input"
+    count, kills = engines.on_faulty_files(ground, 2, amounts.on_files, amounts.seconds, amounts.io_kills)
+    yield injected(count, "vLLM at TP=2 on files that break")
+    yield killed(kills, "I/O processes of that server")
+    if amounts.behind_proxy:
+        count = engines.behind_a_flaky_proxy(ground, 1, amounts.behind_proxy, amounts.seconds, amounts.away_s)
+        yield injected(count, "vLLM at TP=1 on S3 behind a proxy that breaks")
+    if amounts.server_kills:
+        yield killed(engines.kill_servers(ground, amounts.server_kills, VICTIMS), "processes of vLLM servers")
+    for shapes in amounts.shapes:
+        yield killed(
+            engines.several_servers(ground, shapes, amounts.seconds / 3), f"{len(shapes)} vLLM servers at once"
+        )
+
+
+def fuzzed(nbytes: int, seed: int, ground: Ground) -> int:
+    """Mutated bytes read by every reader of foreign files. A finding counts as wrong."""
+    total = 0
+    for reader in fuzz.readers():
+        _, found = fuzz.run(reader, nbytes, seed)
+        total += nbytes
+        if found is not None:
+            ground.unsound.append(f"reader {reader.name}: {found}")
+    return total
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a little of everything")
+    parser.add_argument("--seed", type=int, default=None)
+    options = parser.parse_args(arguments)
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    directory = Path(tempfile.mkdtemp(prefix="tplayout-faults-"))
+    print(f"seed {seed}, logs in {directory}", flush=True)
+    outcome = run(QUICK if options.quick else ALL_OF_IT, seed, directory, lambda line: print(line, flush=True))
+    print(f"answered: {outcome.verdict.requests} requests; {outcome.verdict.cached_tokens} tokens came from caches")
+    for problem in problems(outcome):
+        print(problem)
+    if outcome.passed:
+        shutil.rmtree(directory, ignore_errors=True)
+    print(outcome.line())
+    return 0 if outcome.passed else 1
+
+
+def problems(outcome: Outcome) -> Iterator[str]:
+    """What makes a run red, a line each."""
+    yield from (f"wrong: {entry}" for entry in outcome.verdict.wrong)
+    yield from (f"wrong: {text}" for text in outcome.unsound)
+    yield from (f"failed: {entry}" for entry in outcome.verdict.failed)
+    yield from (f"leaked: {text}" for text in outcome.leaks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
