@@ -6,17 +6,15 @@ before the gap is filled.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tplayout.admin.catalog import Namespace, Stored, by_key, span_of
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Progress, silent
-from tplayout.errors import NotFound, StorageError, StorageErrorKind
+from tplayout.cache.chunk_ids import read_id
 from tplayout.format.geometry import Geometry
-from tplayout.format.keys import ROOT, ChunkId, key_of_packed
-from tplayout.format.layout import ChunkLayout
+from tplayout.format.keys import ROOT, ChunkId
 from tplayout.storage.base import Store
 
 
@@ -65,7 +63,7 @@ def read_links(store: Store, namespace: Namespace, jobs: int = 8, progress: Prog
     links = Links()
 
     def read(stored: Stored) -> ChunkId | None:
-        return read_id(plain, layouts[stored.group], digest, stored)
+        return read_id(plain, layouts[stored.group], digest, stored.name, stored.key)
 
     for done, (stored, chunk) in enumerate(zip(wanted, in_order(read, wanted, jobs), strict=True), 1):
         if chunk is None:
@@ -74,24 +72,6 @@ def read_links(store: Store, namespace: Namespace, jobs: int = 8, progress: Prog
             links.ids[stored.key] = chunk
         progress(done, len(wanted), 0)
     return links
-
-
-def read_id(store: Store, layout: ChunkLayout, digest: bytes, stored: Stored) -> ChunkId | None:
-    """What an object says it is; None if that is not what its name says, or it is gone. store: of plain objects."""
-    span = range(layout.tokens_range.start, layout.extras_range.stop)
-    try:
-        data = store.get_range(stored.name, span.start, len(span))
-    except NotFound:
-        return None
-    except StorageError as error:
-        if error.kind is StorageErrorKind.SHORT_READ:
-            return None
-        raise
-    packed, parent, extras = data[:-64], data[-64:-32], data[-32:]
-    if key_of_packed(digest, parent, packed, extras) != stored.key:
-        return None
-    tokens = struct.unpack(f"<{layout.chunk_tokens}i", packed)
-    return ChunkId(stored.key, parent, tokens, extras, 0 if parent == ROOT else -1)
 
 
 def tree(geometry: Geometry, objects: Iterable[Stored], parents: Mapping[bytes, bytes]) -> list[Segment]:

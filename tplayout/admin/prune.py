@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tplayout.admin.catalog import Catalog, Namespace, Stored, by_key, scan
+from tplayout.admin.catalog import Catalog, Namespace, by_key, scan
 from tplayout.admin.parallel import in_order
-from tplayout.admin.prefixes import read_id
 from tplayout.admin.progress import Progress, silent
+from tplayout.cache.chunk_ids import read_id
+from tplayout.cache.pruning import Chunk, link, victims
 from tplayout.errors import ConfigError
-from tplayout.format.keys import ROOT, chain, prefix_extras
+from tplayout.format.keys import chain, prefix_extras
 from tplayout.storage.base import ObjectInfo, Store
 
 GRACE_S = 60.0
@@ -44,24 +45,6 @@ class Limits:
     max_age: float | None = None
     grace: float = GRACE_S
     temporary_age: float = TEMPORARY_AGE_S
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """used, written: seconds since the epoch; position: in its prefix as far as stored; cut_off: behind a gap."""
-
-    key: bytes
-    objects: list[Stored]
-    used: float
-    written: float
-    parent: bytes | None = None
-    position: int = 0
-    cut_off: bool = False
-    stays: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return sum(stored.size for stored in self.objects)
 
 
 @dataclass
@@ -102,7 +85,7 @@ def plan(
     below = "" if namespace is None else f"{next(iter(catalog.namespaces))}/"
     old = (info for info in store.temporaries() if _older(info, now - limits.temporary_age))
     decided.temporaries = [info for info in old if info.key.startswith(below)]
-    groups: list[list[_Chunk]] = []
+    groups: list[list[Chunk]] = []
     for each in catalog.namespaces.values():
         decided.before += each.nbytes + (each.info.size if each.info else 0)
         if each.document is None:
@@ -112,7 +95,7 @@ def plan(
     decided.before += sum(info.size for info in (*catalog.foreign, *catalog.tools))
     _protect(catalog, groups, kept or Kept(), now - limits.grace)
     for chunks in groups:
-        _link(chunks)
+        link(chunks)
     _choose(decided, [chunk for chunks in groups for chunk in chunks], limits, now)
     return decided
 
@@ -139,19 +122,21 @@ def _last_uses(store: Store, catalog: Catalog) -> dict[str, float]:
     return uses
 
 
-def _chunks(store: Store, namespace: Namespace, used: dict[str, float], jobs: int, progress: Progress) -> list[_Chunk]:
+def _chunks(store: Store, namespace: Namespace, used: dict[str, float], jobs: int, progress: Progress) -> list[Chunk]:
     """The chunks of a namespace, each with its parent; None where no object tells."""
     layouts, plain, digest = namespace.layouts(), namespace.plain(store), namespace.known().identity.digest()
+    by_name = by_key(namespace.objects)
     chunks = []
-    for key, objects in by_key(namespace.objects).items():
-        written = max((stored.modified or 0.0) for stored in objects)
-        last = max((used.get(stored.name) or stored.modified or 0.0) for stored in objects)
-        chunks.append(_Chunk(key, objects, last, written))
+    for key, objects in by_name.items():
+        chunks.append(Chunk(key))
+        for stored in objects:
+            written = stored.modified or 0.0
+            chunks[-1].add(stored.name, stored.size, used.get(stored.name) or written, written)
 
-    def parent(chunk: _Chunk) -> bytes | None:
-        for stored in chunk.objects:
+    def parent(chunk: Chunk) -> bytes | None:
+        for stored in by_name[chunk.key]:
             if stored.group < len(layouts):
-                found = read_id(plain, layouts[stored.group], digest, stored)
+                found = read_id(plain, layouts[stored.group], digest, stored.name, stored.key)
                 if found is not None:
                     return found.parent
         return None
@@ -162,7 +147,7 @@ def _chunks(store: Store, namespace: Namespace, used: dict[str, float], jobs: in
     return chunks
 
 
-def _protect(catalog: Catalog, groups: Iterable[list[_Chunk]], kept: Kept, young: float) -> None:
+def _protect(catalog: Catalog, groups: Iterable[list[Chunk]], kept: Kept, young: float) -> None:
     """Mark what stays on its own account: young chunks and kept ones. ConfigError for what fits nothing."""
     fitting: set[str] = set()
     names = [each.name for each in catalog.namespaces.values() if each.document is not None]
@@ -185,41 +170,15 @@ def _prompt_keys(namespace: Namespace, kept: Kept) -> set[bytes]:
     return {chunk.key for tokens in kept.prompts for chunk in chain(identity.digest(), tokens, size, extras)}
 
 
-def _link(chunks: list[_Chunk]) -> None:
-    """Positions and gaps; then what stays, and when it was used, handed from each chunk to the one before it."""
-    by_name = {chunk.key: chunk for chunk in chunks}
-    placed: set[bytes] = set()
-    for start in chunks:
-        path = []
-        chunk: _Chunk | None = start
-        while chunk is not None and chunk.key not in placed:
-            path.append(chunk)
-            placed.add(chunk.key)
-            chunk = by_name.get(chunk.parent or b"")
-        for each in reversed(path):
-            before = by_name.get(each.parent or b"")
-            each.position = before.position + 1 if before else 0
-            each.cut_off = before.cut_off if before else each.parent != ROOT
-    for chunk in sorted(chunks, key=lambda chunk: chunk.position, reverse=True):
-        before = by_name.get(chunk.parent or b"")
-        if before is not None:
-            before.used = max(before.used, chunk.used)
-            before.stays = before.stays or chunk.stays
-
-
-def _choose(decided: Plan, chunks: list[_Chunk], limits: Limits, now: float) -> None:
+def _choose(decided: Plan, chunks: list[Chunk], limits: Limits, now: float) -> None:
     """Victims: what is behind a gap first, then the least recently used, tails before heads."""
     decided.after = decided.before
     oldest = None if limits.max_age is None else now - limits.max_age
-    order = sorted(
-        (chunk for chunk in chunks if not chunk.stays),
-        key=lambda chunk: (not chunk.cut_off, chunk.used, -chunk.position, chunk.key),
-    )
-    for chunk in order:
+    for chunk in victims(chunks):
         too_old = oldest is not None and chunk.used < oldest
         too_much = limits.max_bytes is not None and decided.after > limits.max_bytes
         if too_old or too_much:
             decided.chunks += 1
             decided.after -= chunk.nbytes
-            decided.names += [stored.name for stored in chunk.objects]
+            decided.names += chunk.names
     decided.met = limits.max_bytes is None or decided.after <= limits.max_bytes
