@@ -23,7 +23,7 @@ if not __package__:  # run as a script
 
 from tplayout.admin.bundle import read_members  # noqa: E402
 from tplayout.admin.local_files import ReadFile  # noqa: E402
-from tplayout.admin.shard_files import Rank, ShardHeader, header_bytes, ranks_of, read_shard_header  # noqa: E402
+from tplayout.admin.shard_files import Rank, ShardHeader, ranks_of, read_shard_header, shard_head  # noqa: E402
 from tplayout.cache.codec import Zstd  # noqa: E402
 from tplayout.errors import FormatError, GeometryError  # noqa: E402
 from tplayout.format.chunk import layout_of, parse_header, seal, verify  # noqa: E402
@@ -124,8 +124,8 @@ def _shard_header(data: bytes) -> None:
 
 def _shard_seed(rank: Rank) -> bytes:
     header = ShardHeader(rank, IDENTITY.geometry, 4, IDENTITY, "m", {}, True)
-    text, spans = header_bytes(header)
-    return text + bytes(max(span.stop for span in spans.values()) - len(text))
+    head = shard_head(header)
+    return head.header.ljust(head.nbytes, b"\0")
 
 
 def _bundle(data: bytes) -> None:

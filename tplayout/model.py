@@ -57,8 +57,10 @@ IRRELEVANT = frozenset(
 )
 
 _DTYPES = {"float32": "F32", "float": "F32", "float16": "F16", "half": "F16", "bfloat16": "BF16"}
-_COMPUTE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
+FP8_DTYPES = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
+# vLLM's names of KV dtypes -> those of safetensors, and back.
+KV_DTYPES = {**_DTYPES, **FP8_DTYPES}
+VLLM_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
 
 
 def describe_model(
@@ -218,12 +220,12 @@ def resolve_compute_dtype(config: Mapping[str, Any], dtype: str = "auto") -> str
     if dtype != "auto":
         if dtype.removeprefix("torch.") not in _DTYPES:
             raise ConfigError(f"compute dtype {dtype!r} is unknown: use auto, {', '.join(_DTYPES)}")
-        return _COMPUTE_NAMES[_DTYPES[dtype.removeprefix("torch.")]]
+        return VLLM_DTYPES[_DTYPES[dtype.removeprefix("torch.")]]
     text = text_config(config)
     stated = next((c[n] for c in (text, config) for n in ("dtype", "torch_dtype") if c.get(n)), None)
     if not isinstance(stated, str) or stated.removeprefix("torch.") not in _DTYPES:
         raise ConfigError(f"the model's configuration states dtype {stated!r}: give the compute dtype that is used")
-    resolved = _COMPUTE_NAMES[_DTYPES[stated.removeprefix("torch.")]]
+    resolved = VLLM_DTYPES[_DTYPES[stated.removeprefix("torch.")]]
     return "bfloat16" if resolved == "float32" else resolved
 
 
@@ -236,13 +238,11 @@ def resolve_kv_dtype(config: Mapping[str, Any], kv_dtype: str, compute_dtype: st
                 "give the KV dtype that is used"
             )
         return _DTYPES[compute_dtype]
-    if kv_dtype in _FP8:
-        if weight_quantization(config) is not None:
-            raise ConfigError(f"KV dtype {kv_dtype} of a quantised checkpoint has scales that only an engine knows")
-        return _FP8[kv_dtype]
-    if kv_dtype not in _DTYPES:
-        raise ConfigError(f"KV dtype {kv_dtype!r} is unknown: use auto, {', '.join([*_DTYPES, *_FP8])}")
-    return _DTYPES[kv_dtype]
+    if kv_dtype in FP8_DTYPES and weight_quantization(config) is not None:
+        raise ConfigError(f"KV dtype {kv_dtype} of a quantised checkpoint has scales that only an engine knows")
+    if kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"KV dtype {kv_dtype!r} is unknown: use auto, {', '.join(KV_DTYPES)}")
+    return KV_DTYPES[kv_dtype]
 
 
 def _brings_kv_scales(config: Mapping[str, Any]) -> bool:

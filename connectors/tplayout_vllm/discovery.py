@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tplayout.errors import ConfigError
+from tplayout.model import FP8_DTYPES
 from tplayout_vllm.blocks import Tables
 from tplayout_vllm.metadata import LayerReport, WorkerReport, this_machine
 from tplayout_vllm.probe import LayoutUnknown, PageLayout, discover_layer
@@ -32,7 +33,6 @@ from tplayout_vllm.worker import FoundLayer
 logger = logging.getLogger("vllm.tplayout")
 
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 _REFUSED = {
     MambaSpec: "recurrent state",
     CrossAttentionSpec: "cross attention",
@@ -165,12 +165,12 @@ def _dtype(name: str, layer: Any, spec: Any) -> str:
     stated = str(getattr(layer, "kv_cache_dtype", "auto"))
     if spec.dtype in _DTYPES:
         return _DTYPES[spec.dtype]
-    if stated in _FP8 and layer.kv_cache.element_size() == 1:
+    if stated in FP8_DTYPES and layer.kv_cache.element_size() == 1:
         from vllm.platforms import current_platform
 
-        if _FP8[stated] == "F8_E4M3" and current_platform.is_fp8_fnuz():
+        if FP8_DTYPES[stated] == "F8_E4M3" and current_platform.is_fp8_fnuz():
             raise ConfigError(f"layer {name}: this GPU's fp8 (fnuz) is not the fp8 that others read; use another dtype")
-        return _FP8[stated]
+        return FP8_DTYPES[stated]
     raise ConfigError(
         f"layer {name}: KV dtype {stated} ({spec.dtype}) is not supported by TPLayoutConnector; "
         "use --kv-cache-dtype auto, bfloat16, fp8_e4m3 or fp8_e5m2"

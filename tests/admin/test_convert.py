@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from tplayout.admin import convert, shards
 from tplayout.admin.convert import chunks_of, export_shards, import_shards, stages_of
 from tplayout.admin.namespaces import open_namespace
-from tplayout.admin.shard_files import Rank, ShardHeader, header_bytes
+from tplayout.admin.shard_files import Rank, ShardHeader, shard_head
 from tplayout.admin.shards import ShardSet, find_shard_sets
 from tplayout.errors import ConfigError, FormatError, GeometryError, NamespaceMismatch, NotFound, Reason
 from tplayout.format.geometry import Part
@@ -207,8 +207,7 @@ def header_bytes_length(data: bytes) -> int:
 def test_tensors_must_be_what_the_metadata_says(kit, tmp_path):
     identity = kit.identity()
     header = ShardHeader(Rank(0, 1, 0, 1, (0, 1, 2)), identity.geometry, 4, identity, "", {}, False)
-    data, spans = header_bytes(header)
-    size = max(span.stop for span in spans.values())
+    head = shard_head(header)
     for old, new, reason in (
         (b'"layers.0.k":{"dtype":"F16"', b'"layers.0.k":{"dtype":"I16"', Reason.BAD_DTYPE),
         (b'"layers.0.k"', b'"layers.9.k"', Reason.BAD_TENSOR),
@@ -216,8 +215,8 @@ def test_tensors_must_be_what_the_metadata_says(kit, tmp_path):
         (b'"shape":[4,4,8]', b'"shape":[4,8,4]', Reason.BAD_SHAPE),
         (b'"tplayout_shard":"1"', b'"tplayout_shard":"2"', Reason.WRONG_VERSION),
     ):
-        assert old in data
-        (tmp_path / "a.safetensors").write_bytes(data.replace(old, new, 1).ljust(size, b"\0"))
+        assert old in head.header
+        (tmp_path / "a.safetensors").write_bytes(head.header.replace(old, new, 1).ljust(head.nbytes, b"\0"))
         with pytest.raises(FormatError) as caught:
             ShardSet(tmp_path)
         assert caught.value.reason is reason

@@ -6,23 +6,21 @@ is a function of identity, tokens, rank and KV alone, so the same KV gives the s
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tplayout.admin.tensor_file import Head, head_of
 from tplayout.errors import FormatError, GeometryError, Reason
 from tplayout.format.canonical import canonical_json, parse_json
-from tplayout.format.geometry import DTYPE_BYTES, Geometry, Group
-from tplayout.format.header import LENGTH_BYTES, MAX_HEADER_BYTES, Header
+from tplayout.format.geometry import Geometry, Group
+from tplayout.format.header import MAX_HEADER_BYTES, Header
 from tplayout.format.identity import Identity
 from tplayout.format.keys import KEY_BYTES
 from tplayout.format.sharding import Shard, head_range, shard_of
 
 VERSION = "1"
 MARK = "tplayout_shard"
-_ALIGN = 4096
 
 
 @dataclass(frozen=True)
@@ -86,8 +84,8 @@ def expected_tensors(header: ShardHeader) -> dict[str, tuple[str, tuple[int, ...
     return tensors
 
 
-def header_bytes(header: ShardHeader) -> tuple[bytes, dict[str, range]]:
-    """A file's bytes before its data, and where each tensor lies in the file."""
+def shard_head(header: ShardHeader) -> Head:
+    """The head of a rank's file. Raises GeometryError for more layers than a header holds."""
     metadata = {
         MARK: VERSION,
         "geometry": canonical_json(header.geometry.to_json()).decode(),
@@ -103,21 +101,7 @@ def header_bytes(header: ShardHeader) -> tuple[bytes, dict[str, range]]:
         metadata["model"] = header.model
     if header.absent:
         metadata["absent"] = canonical_json({name: list(chunks) for name, chunks in header.absent.items()}).decode()
-    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
-    spans: dict[str, range] = {}
-    offset = 0
-    for name, (dtype, shape) in expected_tensors(header).items():
-        nbytes = math.prod(shape) * (4 if dtype == "I32" else DTYPE_BYTES[dtype])
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
-        spans[name] = range(offset, offset + nbytes)
-        offset += nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
-    length = -(-(LENGTH_BYTES + len(text)) // _ALIGN) * _ALIGN - LENGTH_BYTES
-    if length > MAX_HEADER_BYTES:
-        raise GeometryError(f"a shard file's header would have {length} bytes, at most {MAX_HEADER_BYTES}")
-    start = LENGTH_BYTES + length
-    data = length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
-    return data, {name: range(start + span.start, start + span.stop) for name, span in spans.items()}
+    return head_of(dict(sorted(metadata.items())), expected_tensors(header))
 
 
 def read_shard_header(header: Header, where: str) -> ShardHeader:

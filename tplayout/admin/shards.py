@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from tplayout.admin.local_files import NewFile, ReadFile, os_errors
 from tplayout.admin.shard_files import (
     MARK,
     ShardHeader,
-    header_bytes,
     read_shard_header,
     rows_of,
+    shard_head,
     tensor_name,
 )
 from tplayout.admin.transfer import Bits, part_of
@@ -192,20 +192,19 @@ class ShardWriter:
     ) -> None:
         """headers: one a rank. A file that is there with the same header, tokens and extras is left alone."""
         self.present = 0
-        self._files: list[tuple[ShardHeader, NewFile, dict[str, range]]] = []
+        self._files: list[tuple[ShardHeader, NewFile, Mapping[str, range]]] = []
         packed, digests = pack_tokens(tokens), b"".join(extras)
         try:
             for header in headers:
                 path = directory / header.rank.file_name
-                data, spans = header_bytes(header)
-                info = data + packed + (digests if header.extras else b"")
-                size = max([len(data), *(span.stop for span in spans.values())])
-                if _starts_with(path, info, size):
+                head = shard_head(header)
+                info = head.header + packed + (digests if header.extras else b"")
+                if _starts_with(path, info, head.nbytes):
                     self.present += 1
                     continue
                 with os_errors():
-                    file = NewFile(path, size)
-                    self._files.append((header, file, spans))
+                    file = NewFile(path, head.nbytes)
+                    self._files.append((header, file, head.spans))
                     file.write(0, info)
         except BaseException:
             self.discard()

@@ -7,27 +7,23 @@ that it can go back; prompts with extras (salt, adapter, images) are not convert
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tplayout.admin.local_files import NewFile, ReadFile, os_errors
+from tplayout.admin.tensor_file import Head, head_of
 from tplayout.admin.transfer import Bits, part_of
 from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
 from tplayout.format.canonical import canonical_json, parse_json
 from tplayout.format.geometry import Geometry, Group
-from tplayout.format.header import LENGTH_BYTES, MAX_HEADER_BYTES, TensorInfo
+from tplayout.format.header import MAX_HEADER_BYTES, TensorInfo
 from tplayout.format.identity import Identity
 from tplayout.format.keys import pack_tokens
 
 MARK = "tplayout_transformers"
 VERSION = "1"
-_ALIGN = 4096
 _NAMES = ("key_cache", "value_cache")
 
 
@@ -53,11 +49,11 @@ def is_there(path: Path, identity: Identity, model: str, tokens: Sequence[int]) 
     """Whether the path holds this prompt's file already: what is written appears complete. ConfigError for another."""
     try:
         with ReadFile(path) as file:
-            layout = _layout(identity, model, len(tokens))
-            ids = layout.spans["input_ids"]
+            head = _head(identity, model, len(tokens))
+            ids = head.spans["input_ids"]
             if (
-                file.size == layout.nbytes
-                and file.read(0, len(layout.header)) == layout.header
+                file.size == head.nbytes
+                and file.read(0, len(head.header)) == head.header
                 and file.read(ids.start, len(ids)) == _ids(tokens)
             ):
                 return True
@@ -72,38 +68,14 @@ def _ids(tokens: Sequence[int]) -> bytes:
     return np.asarray(tokens, "<i8").tobytes()
 
 
-@dataclass(frozen=True)
-class _Layout:
-    header: bytes
-    spans: dict[str, range]
-
-    @property
-    def nbytes(self) -> int:
-        return max(span.stop for span in self.spans.values())
-
-
-def _layout(identity: Identity, model: str, tokens: int) -> _Layout:
+def _head(identity: Identity, model: str, tokens: int) -> Head:
     metadata = {MARK: VERSION, "identity": canonical_json(identity.to_json()).decode(), "model": model}
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    spans: dict[str, range] = {}
-    offset = 0
+    tensors: dict[str, tuple[str, Sequence[int]]] = {"input_ids": ("I64", (1, tokens))}
     owner = {layer: group for group in identity.geometry.groups for layer in group.layers}
-    wanted: list[tuple[str, str, list[int], int]] = [("input_ids", "I64", [1, tokens], 8)]
     for layer, group in sorted(owner.items()):
-        shape = [1, group.heads, tokens, group.parts[0].dim]
-        wanted += [(f"{name}.{layer}", group.dtype, shape, group.element_bytes) for name in _NAMES]
-    for name, dtype, shape, width in wanted:
-        nbytes = math.prod(shape) * width
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
-        spans[name] = range(offset, offset + nbytes)
-        offset += nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
-    length = -(-(LENGTH_BYTES + len(text)) // _ALIGN) * _ALIGN - LENGTH_BYTES
-    if length > MAX_HEADER_BYTES:
-        raise GeometryError(f"the file's header would have {length} bytes, at most {MAX_HEADER_BYTES}")
-    start = LENGTH_BYTES + length
-    data = length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
-    return _Layout(data, {name: range(start + span.start, start + span.stop) for name, span in spans.items()})
+        shape = (1, group.heads, tokens, group.parts[0].dim)
+        tensors |= {f"{name}.{layer}": (group.dtype, shape) for name in _NAMES}
+    return head_of(metadata, tensors)
 
 
 class TransformersWriter:
@@ -115,10 +87,10 @@ class TransformersWriter:
         pack_tokens(tokens)
         self._geometry = identity.geometry
         self._tokens = len(tokens)
-        self._spans = (layout := _layout(identity, model, len(tokens))).spans
+        self._spans = (head := _head(identity, model, len(tokens))).spans
         with os_errors():
-            self._file = NewFile(path, layout.nbytes)
-            self._file.write(0, layout.header)
+            self._file = NewFile(path, head.nbytes)
+            self._file.write(0, head.header)
             self._file.write(self._spans["input_ids"].start, _ids(tokens))
 
     def take(self, group: int, tokens: range, bits: Bits) -> None:

@@ -24,12 +24,11 @@ from tplayout.admin.vllm_names import base_name, block_hashes, file_name
 from tplayout.errors import ConfigError, FormatError, GeometryError, NotFound, Reason
 from tplayout.format.geometry import Group
 from tplayout.format.sharding import head_range, writes
+from tplayout.model import KV_DTYPES
 
 _PAGE = 4096
 _MAX_CONFIG = 2**20
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-_DTYPES = {"float32": "F32", "float16": "F16", "half": "F16", "bfloat16": "BF16"}
-_DTYPES |= {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def _check_layers(tier: Tier, group: Group) -> None:
     numbers = [int(found[1]) if (found := _LAYER.search(name)) else -1 for name in names]
     if tuple(numbers) != group.layers:
         raise GeometryError(f"{tier.base}: layers {numbers} in the files, {list(group.layers)} in the model")
-    dtype = _DTYPES.get(str(tier.fields.get("dtype")))
+    dtype = KV_DTYPES.get(str(tier.fields.get("dtype")))
     if dtype != group.dtype:
         raise GeometryError(
             f"{tier.base}: KV of dtype {tier.fields.get('dtype')} in the files, {group.dtype} in the model"

@@ -32,6 +32,7 @@ from tplayout.cli.sides import (
     destination_options,
     is_local,
     local_path,
+    memory_jobs_option,
     namespace_option,
     open_destination,
     open_source,
@@ -77,13 +78,7 @@ JSON: {"from", "to", "namespace", "prefixes", "objects_written", "objects_presen
 @peer_options
 @namespace_option
 @selection_options
-@click.option(
-    "--jobs",
-    type=click.IntRange(1, 256),
-    default=1,
-    show_default=True,
-    help="Objects at the same time. Each takes the memory of up to three.",
-)
+@memory_jobs_option
 @dry_run_option
 @secret_option
 @store_options
@@ -172,15 +167,13 @@ def _identity(options: dict[str, Any], sets: Sequence[Path]) -> Identity | None:
     if options["model"] is None:
         return None
     from tplayout.admin.shards import ShardSet
-    from tplayout.model import describe_model
+    from tplayout.model import VLLM_DTYPES, describe_model
 
     with ShardSet(sets[0]) as first:
         geometry = first.geometry
-    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
-    kv_dtype = names.get(geometry.groups[0].dtype, "auto")
     return describe_model(
         options["model"],
-        kv_dtype=kv_dtype,
+        kv_dtype=VLLM_DTYPES.get(geometry.groups[0].dtype, "auto"),
         chunk_tokens=geometry.chunk_tokens,
         weights_label=options["weights_label"],
     )

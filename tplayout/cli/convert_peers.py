@@ -227,14 +227,13 @@ def _prompt(options: dict[str, Any]) -> list[int]:
 
 
 def _identity(options: dict[str, Any]) -> Identity:
-    from tplayout.model import describe_model
+    from tplayout.model import VLLM_DTYPES, describe_model
 
     if options["model"] is None:
         raise ConfigError("these files do not describe their model: name its directory with --model")
-    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
     return describe_model(
         options["model"],
-        kv_dtype=names.get(options["dtype"], "auto"),
+        kv_dtype=VLLM_DTYPES.get(options["dtype"], "auto"),
         compute_dtype=options["compute_dtype"],
         chunk_tokens=options["chunk_tokens"],
         weights_label=options["weights_label"],

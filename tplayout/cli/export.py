@@ -19,7 +19,7 @@ from tplayout.cli.common import (
     size,
     store_options,
 )
-from tplayout.cli.sides import namespace_option, selection_options
+from tplayout.cli.sides import memory_jobs_option, namespace_option, selection_options
 
 if TYPE_CHECKING:
     from tplayout.admin.bundle import Bundled
@@ -34,13 +34,7 @@ JSON: {"file", "namespace", "prefixes", "objects", "bytes", "dry_run"}
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @namespace_option
 @selection_options
-@click.option(
-    "--jobs",
-    type=click.IntRange(1, 256),
-    default=1,
-    show_default=True,
-    help="Objects at the same time. Each takes the memory of up to three.",
-)
+@memory_jobs_option
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 @dry_run_option
 @secret_option

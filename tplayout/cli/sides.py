@@ -29,6 +29,13 @@ destination_options = click.option(
 namespace_option = click.option(
     "--namespace", metavar="HEX", help="The namespace, by its first digits; needed where a store has several."
 )
+memory_jobs_option = click.option(
+    "--jobs",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Objects at the same time. Each takes the memory of up to three.",
+)
 
 
 def selection_options(function: F) -> F:
