@@ -19,7 +19,7 @@ export no_proxy := 127.0.0.1,localhost$(if $(no_proxy),$(comma)$(no_proxy))
 export NO_PROXY := $(no_proxy)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-old setup-ceph demo demo-s3 test test-all lint fmt bench fuzz clean distclean
+.PHONY: help setup setup-old setup-ceph demo demo-s3 test test-all lint fmt bench fuzz faults soak clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -60,6 +60,12 @@ bench: setup ## measure the store and the reload against what the machine can do
 
 fuzz: setup ## feed mutated files to everything that reads files of others [FUZZ_BYTES=1e9]
 	@$(PY) tools/fuzz.py --bytes $(FUZZ_BYTES)
+
+faults: setup ## break the store, the network, processes and files around real servers, and judge every answer (40 minutes)
+	@$(PY) tools/faults.py
+
+soak: setup ## half an hour of traffic on a store that breaks: does anything of a server grow?
+	@$(PY) tools/soak.py
 
 clean: ## remove what tests and tools left here, but not the environments
 	rm -rf .demo .bench build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
