@@ -75,7 +75,7 @@ def open_scheduler_side(
     check_machines(reports)
     placement = place(reports, options.chunk_tokens, model.get_total_num_kv_heads(), parallel.tensor_parallel_size)
     identity = _identity(vllm_config, options, placement)
-    hasher, codec = _storage(options, identity)
+    hasher, codec, agreed = _storage(options, identity)
     facts = {"digest": hasher.name, "key_id": hasher.key_id, "codec": codec}
     document = namespace_document(identity, facts, _shown_name(model))
     writers = tuple(len(ranks) for ranks in placement.writers)
@@ -85,6 +85,7 @@ def open_scheduler_side(
         timeout_s=options.store_timeout,
         namespace=identity.digest(),
         document=document,
+        agreed=agreed,
         geometry=placement.geometry,
         secret=options.secret,
         digest=hasher.name,
@@ -218,8 +219,8 @@ def _directory(name: str, revision: str | None, wanted: str) -> Path:
         ) from None
 
 
-def _storage(options: Options, identity: Identity) -> tuple[CellHasher, str]:
-    """Look at the namespace once, and take over digest and codec of one that exists.
+def _storage(options: Options, identity: Identity) -> tuple[CellHasher, str, bool]:
+    """Look at the namespace once, and take over digest and codec of one that exists. False: the store did not answer.
 
     A conflict refuses the start, an unreachable store only if `strict`.
     """
@@ -228,7 +229,9 @@ def _storage(options: Options, identity: Identity) -> tuple[CellHasher, str]:
         found = read_namespace(store, identity)
         if found is not None:
             require(found.storage.codec)
-            return make_hasher(found.storage.digest, options.secret, found.storage.key_id), found.storage.codec
+            hasher = make_hasher(found.storage.digest, options.secret, found.storage.key_id)
+            return hasher, found.storage.codec, True
+        return make_hasher(None, options.secret), CODEC_NONE, True
     except StorageError as error:
         if options.strict:
             raise ConfigError(
@@ -253,7 +256,7 @@ def _storage(options: Options, identity: Identity) -> tuple[CellHasher, str]:
         raise ConfigError(f"the store {redact(options.url)} holds {fault}") from None
     finally:
         store.close()
-    return make_hasher(None, options.secret), CODEC_NONE
+    return make_hasher(None, options.secret), CODEC_NONE, False
 
 
 def _size(nbytes: float) -> str:

@@ -27,7 +27,7 @@ from tplayout.staging.protocol import (
 
 CONFIG = Config(
     url="file:///x", storage_options={"key": "AKIA", "secret": "s3cr3t"}, timeout_s=3.0, secret="ab" * 16,
-    namespace="00" * 32, geometry={"groups": []}, digest="xxh3-128", document="", codec="none",
+    namespace="00" * 32, geometry={"groups": []}, digest="xxh3-128", document="", agreed=False, codec="none",
     region_bytes=1, region_token="t", load_threads=1, save_threads=1, save_wait_s=1.5, drain_s=2.0,
 )  # fmt: skip
 

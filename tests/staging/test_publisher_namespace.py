@@ -1,10 +1,12 @@
 """Whose namespace.json a publisher accepts: servers of one identity share, whatever they call the model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tools.fault_store import Fault, FaultStore
 from tplayout.format.digest import make_hasher
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import MAX_DOCUMENT_BYTES, Identity, namespace_document
@@ -74,6 +76,32 @@ def test_a_damaged_document_is_left_alone(store: Store) -> None:
     assert (saved.outcome, saved.kind) == ("error", NAMESPACE_DIFFERS)
     assert NAME in saved.detail
     assert store.get(NAME) == b"{"
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: data.replace(b"float16", b"float17")])
+@pytest.mark.parametrize("model", ["a", "as another server calls it"])
+def test_a_document_that_was_sound_and_is_damaged_is_written_again(
+    store: Store, damage: Callable[[bytes], bytes], model: str
+) -> None:
+    """A write that failed half-way, say, of this server or of another: what it said is known to be what we would."""
+    now = [0.0]
+    publisher = Publisher(bench(store, document("a")), clock=lambda: now[0])
+    store.put(NAME, document(model))
+    publisher.publish(NOTHING)
+    store.put(NAME, damage(document(model)))
+    now[0] = 60.0
+    assert publisher.publish(NOTHING).outcome == "saved"
+    assert store.get(NAME) == document("a")
+
+
+def test_a_document_whose_write_failed_half_way_is_written_again(store: Store) -> None:
+    faulty = FaultStore(store)
+    publisher = Publisher(bench(faulty, document("a")))
+    faulty.inject(Fault.FAILURE_AFTER_WRITE, "put")
+    assert publisher.publish(NOTHING).kind == "unavailable"
+    assert store.get(NAME) == document("a")[: len(document("a")) // 2]
+    assert publisher.publish(NOTHING).outcome == "saved"
+    assert store.get(NAME) == document("a")
 
 
 def test_a_store_that_was_emptied_gets_its_document_again(store: Store) -> None:
@@ -150,3 +178,16 @@ def test_a_planted_document_is_not_read_whole(store: Store) -> None:
     assert "too-large" in saved.detail
     assert "remove that file" in saved.detail
     assert probe(bench(store, b""), Probe(1)).kind == ""
+
+
+def test_a_damaged_document_is_replaced_by_who_knows_that_no_other_was_there(store: Store) -> None:
+    """A server that could ask the store when it started, whichever of its I/O processes has written the document."""
+    store.put(NAME, b"{")
+    publisher = Publisher(replace(bench(store, document("a")), agreed=True))
+    assert publisher.publish(NOTHING).outcome == "saved"
+    assert store.get(NAME) == document("a")
+    packed = document("a").replace(b'"codec": "none"', b'"codec": "shuffle-zstd"')
+    store.put(NAME, packed)
+    publisher = Publisher(replace(bench(store, document("a")), agreed=True))
+    assert publisher.publish(NOTHING).kind == NAMESPACE_DIFFERS
+    assert store.get(NAME) == packed

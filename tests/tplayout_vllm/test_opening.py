@@ -146,8 +146,8 @@ def test_the_namespace_of_another_model_name_is_ours(tmp_path: Path) -> None:
 
 
 def test_a_namespace_s_digest_is_taken_over(tmp_path: Path) -> None:
-    hasher, codec = _storage(*plant(tmp_path, lambda document: document, "blake3"))
-    assert (hasher.name, codec) == ("blake3", "none")
+    hasher, codec, agreed = _storage(*plant(tmp_path, lambda document: document, "blake3"))
+    assert (hasher.name, codec, agreed) == ("blake3", "none", True)
 
 
 def test_a_namespace_s_codec_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +163,8 @@ def test_a_namespace_s_codec_is_taken_over(tmp_path: Path, monkeypatch: pytest.M
 def test_a_new_namespace_gets_the_default_digest(tmp_path: Path, secret: bytes | None, name: str) -> None:
     _, identity = plant(tmp_path, lambda document: document)
     elsewhere = Options(url=f"file://{tmp_path}/elsewhere", secret=secret)
-    hasher, codec = _storage(elsewhere, identity)
-    assert (hasher.name, codec) == (name, "none")
+    hasher, codec, agreed = _storage(elsewhere, identity)
+    assert (hasher.name, codec, agreed) == (name, "none", True)
 
 
 def test_a_secret_that_is_not_the_namespace_s_is_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ _REMOVE = "remove that file, it is written anew then"
 
 @dataclass(frozen=True)
 class Bench:
-    """The fixed things of every job. namespace: 32 bytes; document: namespace.json, or empty.
+    """The fixed things of every job. namespace: 32 bytes; document, agreed: as in `StagingPlan`.
 
     store: as one that holds plain objects, whatever their codec (`cache.packing`).
     """
@@ -40,6 +40,7 @@ class Bench:
     hasher: CellHasher
     namespace: bytes
     document: bytes
+    agreed: bool = False
 
     @property
     def namespace_name(self) -> str:
@@ -161,6 +162,7 @@ class Publisher:
         self._clock = clock
         self._lock = threading.Lock()
         self._document_at = -math.inf if bench.document else math.inf  # when it was last seen
+        self._ours = bench.agreed  # what is there was, or was to be, what we would write
 
     def publish(self, job: Save) -> Saved:
         """Put each group's object, unless it is there and need not be replaced. The slot must be sealed."""
@@ -197,21 +199,40 @@ class Publisher:
         return [group for group, found in zip(job.groups, there, strict=True) if not found]
 
     def _document(self) -> None:
-        """Write namespace.json if it is missing. Raises FormatError or NamespaceMismatch if another one is there."""
+        """Write namespace.json if it is missing, or was ours and is damaged: a write may fail half-way.
+
+        Raises FormatError or NamespaceMismatch if another one is there.
+        """
         with self._lock:
             # Again now and then: the store may have been emptied while we run.
             if self._clock() - self._document_at < _DOCUMENT_S:
                 return
             try:
                 found = fetch_document(self._bench.store, self._bench.namespace_name)
+                if found != self._bench.document:  # the model may just be called something else there
+                    check_document(found, self._bench.document, self._bench.namespace_name)
             except NotFound:
-                self._bench.store.put(namespace_object(self._bench.namespace_name), self._bench.document)
-                # Another server may be writing its own at this moment, and the last one counts: look again soon.
-                self._document_at = self._clock() - _DOCUMENT_S + _WRITTEN_S
-                return
-            if found != self._bench.document:  # the model may just be called something else there
-                check_document(found, self._bench.document, self._bench.namespace_name)
-            self._document_at = self._clock()
+                self._write_document()
+            except (FormatError, NamespaceMismatch) as error:
+                if not self._ours or _of_another(error):
+                    raise
+                self._write_document()
+            else:
+                self._ours = True
+                self._document_at = self._clock()
+
+    def _write_document(self) -> None:
+        self._ours = True
+        self._bench.store.put(namespace_object(self._bench.namespace_name), self._bench.document)
+        # Another server may be writing its own at this moment, and the last one counts: look again soon.
+        self._document_at = self._clock() - _DOCUMENT_S + _WRITTEN_S
+
+
+def _of_another(error: FormatError | NamespaceMismatch) -> bool:
+    """Whether somebody wants it so. An identity that is not the directory's is damage, whatever it says."""
+    if isinstance(error, FormatError):
+        return error.reason in OF_OTHERS
+    return error.field.startswith("storage.")
 
 
 def probe(bench: Bench, job: Probe) -> Probed:

@@ -278,6 +278,7 @@ def open_bench(config: Config, region_fd: int) -> io_jobs.Bench:
         hasher=hasher,
         namespace=bytes.fromhex(config.namespace),
         document=config.document.encode(),
+        agreed=config.agreed,
     )
 
 

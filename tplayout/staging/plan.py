@@ -20,7 +20,8 @@ class StagingPlan:
 
     url, storage_options, timeout_s: the store, and the deadline of one operation on it.
     namespace: the identity's 32-byte digest. document: namespace.json, written before the first save if the
-        store does not have it; empty to leave that to others.
+        store does not have it; empty to leave that to others. agreed: the store was seen to hold none, or one that
+        says the same; one that is found damaged is then written anew.
     geometry, digest, secret, codec: the format. digest None: the default for a secret, or for none.
     slots: chunks that the region holds. writers: for each group, how many ranks must mark it.
     io_processes, load_threads, save_threads: I/O processes, and threads of each.
@@ -46,6 +47,7 @@ class StagingPlan:
     digest: str | None = None
     codec: str = CODEC_NONE
     document: bytes = field(default=b"", repr=False)
+    agreed: bool = False
     io_processes: int = 2
     load_threads: int = 4
     save_threads: int = 2
@@ -106,6 +108,7 @@ class StagingPlan:
             geometry=self.geometry.to_json(),
             digest=self.hasher.name,
             document=self.document.decode(),
+            agreed=self.agreed,
             codec=self.codec,
             region_bytes=region.plan.nbytes,
             region_token=region.ref.token,

@@ -24,8 +24,8 @@ class Config:
     """The first message to an I/O process: all it has to know. Never in a log, argv or environment.
 
     namespace, secret: hex. geometry: `Geometry.to_json()`. region_bytes, region_token: of the inherited
-    descriptor. document: the text of namespace.json, "" to leave it to others; codec: the one it states. Times are
-    seconds.
+    descriptor. document: the text of namespace.json, "" to leave it to others; agreed: as in `StagingPlan`; codec: the
+    one it states. Times are seconds.
     """
 
     url: str
@@ -36,6 +36,7 @@ class Config:
     geometry: dict[str, Any]
     digest: str
     document: str
+    agreed: bool
     codec: str
     region_bytes: int
     region_token: str
