@@ -119,12 +119,23 @@ def _is_tier(path: Path) -> bool:
 
 def open_tier(config: Path) -> Tier:
     """Read and check a tier's config.json. Raises FormatError, or ConfigError for what is not converted, by name."""
+    tier = Tier(config.parent.parent, _read_fields(config))
+    if config.parent.name != tier.base:
+        detail = f"its content belongs to {tier.base}: it was changed or moved"
+        raise FormatError(Reason.WRONG_NAMESPACE, detail, str(config))
+    _check_convertible(tier, config)
+    if tier.block_tokens % tier.fields["tokens_per_hash"]:
+        raise FormatError(Reason.BAD_METADATA, "tokens_per_block is no multiple of tokens_per_hash", str(config))
+    return tier
+
+
+def _read_fields(config: Path) -> dict[str, Any]:
+    """What config.json says, with the numbers that are needed."""
     try:
         with os_errors(), ReadFile(config) as file:
-            fields = json.loads(file.read(0, min(file.size, _MAX_CONFIG)))
-        names = fields["kv_cache_groups"]
+            fields: dict[str, Any] = json.loads(file.read(0, min(file.size, _MAX_CONFIG)))
         numbers = [fields[name] for name in ("tokens_per_hash", "blocks_per_file", "tp_size", "pp_size")]
-        numbers += [group["tokens_per_block"] for group in names]
+        numbers += [group["tokens_per_block"] for group in fields["kv_cache_groups"]]
         if not all(type(number) is int and number > 0 for number in numbers):
             raise ValueError("numbers must be whole and above 0")
     except KeyError as error:
@@ -132,22 +143,22 @@ def open_tier(config: Path) -> Tier:
         raise FormatError(Reason.BAD_METADATA, detail, str(config)) from None
     except (ValueError, TypeError) as error:
         raise FormatError(Reason.BAD_METADATA, f"no config.json of vLLM's tier: {error!r}", str(config)) from None
-    tier = Tier(config.parent.parent, fields)
-    if config.parent.name != tier.base:
-        detail = f"its content belongs to {tier.base}: it was changed or moved"
-        raise FormatError(Reason.WRONG_NAMESPACE, detail, str(config))
+    return fields
+
+
+def _check_convertible(tier: Tier, config: Path) -> None:
+    """ConfigError for what vLLM can write and this does not convert."""
+    fields = tier.fields
     for name in ("pp_size", "pcp_size", "dcp_size"):
         if fields.get(name, 1) != 1:
             raise ConfigError(f"{config}: {name} {fields[name]}: only tensor parallelism is converted")
-    if len(names) != 1:
-        raise ConfigError(f"{config}: {len(names)} KV cache groups: models with one are converted")
+    groups = len(fields["kv_cache_groups"])
+    if groups != 1:
+        raise ConfigError(f"{config}: {groups} KV cache groups: models with one are converted")
     if tier.canonical not in (None, "nhd", "hnd") or fields.get("replicated_layout"):
         raise ConfigError(f"{config}: layout {fields.get('canonical_format', 'replicated')} is not known here")
     if tier.canonical and fields.get("parallel_agnostic") is False:
         raise ConfigError(f"{config}: canonical_layout of layers that vLLM could not certify: pages of unknown order")
-    if tier.block_tokens % fields["tokens_per_hash"]:
-        raise FormatError(Reason.BAD_METADATA, "tokens_per_block is no multiple of tokens_per_hash", str(config))
-    return tier
 
 
 def rows_of(tier: Tier, group: Group, tp_size: int | None, order: str | None) -> Rows:

@@ -26,6 +26,7 @@ from tplayout.cli.describe import group_json, group_shape, namespace_json
 from tplayout.errors import ConfigError
 from tplayout.format.keys import NO_EXTRAS, ROOT
 from tplayout.format.layout import CODEC_NONE, ChunkLayout
+from tplayout.storage.base import Store
 
 _EPILOG = """\b
 JSON:
@@ -97,33 +98,36 @@ def command(
         if chunk is None:
             if cell or heatmap or group:
                 raise ConfigError("--cell, --heatmap and --group need a CHUNK; `tplayout ls URL NAMESPACE` shows keys")
-            spaces = list(scan(store, namespace).namespaces.values())
-            if as_json:
-                emit_json({"url": store.url, "namespaces": [_namespace_json(space) for space in spaces]})
-            else:
-                for space in spaces:
-                    _print_namespace(space)
-                if not spaces:
-                    note(f"{store.url} holds no namespace")
+            _show_namespaces(store, namespace, as_json)
             return 0
         space, stored, siblings = find(store, chunk, namespace, group)
         opened = read(store, space, stored, secret, siblings)
-        found = list(cells(opened))
-        of_cell = None if cell is None else statistics(opened, *cell)
+    found = list(cells(opened))
+    of_cell = None if cell is None else statistics(opened, *cell)
+    if heatmap is not None:
+        _draw(heatmap, opened, found)
+    if as_json:
+        emit_json({"url": store.url, **_chunk_json(opened, found), **_extra_json(of_cell, heatmap)})
+    else:
+        _print_chunk(opened, found, list_tokens)
+        if list_cells:
+            _print_cells(found)
+        if of_cell is not None and cell is not None:
+            _print_statistics(cell, of_cell)
         if heatmap is not None:
-            _draw(heatmap, opened, found)
-        if as_json:
-            emit_json({"url": store.url, **_chunk_json(opened, found), **_extra_json(of_cell, heatmap)})
-        else:
-            _print_chunk(opened, found, list_tokens)
-            if list_cells:
-                rows = [[str(one.head), str(one.layer), one.digest.hex(), _word(one.ok)] for one in found]
-                table([">head", ">layer", "digest", ""], rows)
-            if of_cell is not None and cell is not None:
-                _print_statistics(cell, of_cell)
-            if heatmap is not None:
-                note(f"drawn: {heatmap}")
+            note(f"drawn: {heatmap}")
     return 0 if opened.fault is None else 1
+
+
+def _show_namespaces(store: Store, namespace: str | None, as_json: bool) -> None:
+    spaces = list(scan(store, namespace).namespaces.values())
+    if as_json:
+        emit_json({"url": store.url, "namespaces": [_namespace_json(space) for space in spaces]})
+        return
+    for space in spaces:
+        _print_namespace(space)
+    if not spaces:
+        note(f"{store.url} holds no namespace")
 
 
 def _draw(path: str, opened: Opened, found: list[Cell]) -> None:
@@ -264,6 +268,11 @@ def _print_chunk(opened: Opened, found: list[Cell], list_tokens: bool) -> None:
 
 def _model(space: Namespace) -> str:
     return f" ({space.document.model})" if space.document is not None and space.document.model else ""
+
+
+def _print_cells(found: list[Cell]) -> None:
+    rows = [[str(one.head), str(one.layer), one.digest.hex(), _word(one.ok)] for one in found]
+    table([">head", ">layer", "digest", ""], rows)
 
 
 def _print_statistics(cell: tuple[int, int], of_cell: list[Statistics]) -> None:
