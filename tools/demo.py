@@ -32,7 +32,8 @@ LOGS = ROOT / ".demo"
 TEXT = Path(__file__).with_name("demo_text.txt")
 CHUNK_TOKENS = 256
 ANSWER_TOKENS = 32
-DEADLINE_MS = 30_000  # two cores that are busy with other things may need longer than the default
+# Two cores that are busy with other things may need longer than the default, or than the other server took to compute.
+PATIENT = {"load_deadline_ms": 30_000, "never_slower": False}
 HEARTBEAT_S = 10.0
 PUBLISH_S = 60.0
 QUESTION = "In one sentence: who is the keeper of the lighthouse, and what happened in this story?"
@@ -182,7 +183,7 @@ class Demo:
         args = ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--block-size", str(block_size)]
         args += [
             "--kv-transfer-config",
-            transfer_config(self.url, chunk_tokens=CHUNK_TOKENS, load_deadline_ms=DEADLINE_MS),
+            transfer_config(self.url, chunk_tokens=CHUNK_TOKENS, **PATIENT),
         ]
         server = VLLMServer(model, tp, log, args, self.env, name="smollm2", dev_mode=True)
         try:

@@ -93,6 +93,7 @@ def engine_args(tp: int, url: str = "", block_size: int = 32, **options: Any) ->
             "staging_bytes": "16 MiB",
             "load_deadline_ms": int(1000 * LOAD_DEADLINE_S),
             "store_timeout_ms": int(1000 * STORE_TIMEOUT_S),
+            "never_slower": False,  # so small a model computes faster than a disk reads
             **options,
         }
         args["kv_transfer_config"] = {

@@ -135,6 +135,7 @@ def open_scheduler_side(
         identity.digest(),
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
+        never_slower=options.never_slower,
     )
 
 

@@ -43,6 +43,7 @@ class Options:
     io_processes:      processes that read, write and verify; None: sized from the machine.
     load_deadline:     how long a request waits for its prefix before it is computed instead.
     store_timeout:     how long one store operation may take.
+    never_slower:      take only what loads faster than the engine computes it.
     strict:            refuse to start when the store cannot be reached.
     weights_label:     names the weights where they have no files (`--load-format dummy`).
     secret:            authenticates what is stored; from the file of `secret_key_file` or from the environment.
@@ -55,6 +56,7 @@ class Options:
     io_processes: int | None = None
     load_deadline: float = 3.0
     store_timeout: float = 30.0
+    never_slower: bool = True
     strict: bool = False
     weights_label: str | None = None
     secret: bytes | None = field(default=None, repr=False)
@@ -68,6 +70,7 @@ _NAMES = (
     "io_processes",
     "load_deadline_ms",
     "store_timeout_ms",
+    "never_slower",
     "strict",
     "weights_label",
     "secret_key_file",
@@ -100,6 +103,7 @@ def parse_options(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         io_processes=_integer(extra, "io_processes", None, 1, 64),
         load_deadline=_integer(extra, "load_deadline_ms", 3000, 1, 3_600_000) / 1000,
         store_timeout=_integer(extra, "store_timeout_ms", 30_000, 1, 3_600_000) / 1000,
+        never_slower=_boolean(extra, "never_slower", True),
         strict=_boolean(extra, "strict", False),
         weights_label=_text(extra, "weights_label"),
         secret=_secret(extra, environ),

@@ -20,6 +20,7 @@ from tplayout_vllm.keying import ExtrasOf, Keying
 from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer
 from tplayout_vllm.metrics import TPLayoutStats
 from tplayout_vllm.placement import Rank
+from tplayout_vllm.prefill_speed import PrefillSpeed
 from tplayout_vllm.report import Report
 
 logger = logging.getLogger("vllm.tplayout")
@@ -47,10 +48,21 @@ class Tracked:
 
 
 class SchedulerSide:
-    """Decides for one engine. loads, saves: whether the server's kv_role reads from and writes to the store."""
+    """Decides for one engine. loads, saves: whether the server's kv_role reads from and writes to the store.
+
+    never_slower: do not wait for KV longer than the engine would take to compute it.
+    """
 
     def __init__(
-        self, stager: Stager, staging: StagingRef, tables: Tables, namespace: bytes, loads: bool, saves: bool
+        self,
+        stager: Stager,
+        staging: StagingRef,
+        tables: Tables,
+        namespace: bytes,
+        *,
+        loads: bool,
+        saves: bool,
+        never_slower: bool,
     ) -> None:
         self._stager = stager
         self._staging = staging
@@ -59,6 +71,8 @@ class SchedulerSide:
         self._chunk = staging.geometry.chunk_tokens
         self._windows = search.Windows.of(staging.geometry, tables)
         self._loads, self._saves = loads, saves
+        self._never_slower = never_slower
+        self._prefill = PrefillSpeed()
         self._tracked: dict[str, Tracked] = {}
         self._loading: set[str] = set()  # survives the request: an aborted one lets go of its slots when its load ends
         self._pending: list[Transfer] = []
@@ -100,7 +114,7 @@ class SchedulerSide:
         if tracked.search is None or tracked.search.start * self._chunk > local:
             self._search(tracked, local)
         assert tracked.search is not None
-        end = tracked.search.poll(local)
+        end = tracked.search.poll(local, self._prefill.seconds(self._chunk) if self._never_slower else None)
         if end is None:
             self._waiting.add(request.request_id)
             return None
@@ -145,7 +159,11 @@ class SchedulerSide:
         self._loading.add(request_id)
 
     def loads_ended(self, finished: set[str], failed: set[str]) -> None:
-        """All ranks ended these loads: their slots may be reused. A failed one is computed, not tried again."""
+        """A step has its results, and all ranks ended these loads: their slots may be reused.
+
+        A failed load is computed, not tried again.
+        """
+        self._prefill.ended()
         self._counted["load_failures"] += len(failed)
         for request_id in finished | failed:
             self._loading.discard(request_id)
@@ -194,6 +212,8 @@ class SchedulerSide:
 
     def step(self, output: Any) -> StepMetadata:
         """The copies of this step. Waits a moment when the engine has nothing to do but wait for the store."""
+        if output.num_scheduled_tokens:
+            self._prefill.began(output.total_num_scheduled_tokens)
         if self._saves and output.num_scheduled_tokens:
             self._plan_saves(output)
         elif not self._pending and self._waiting and not output.num_scheduled_tokens:

@@ -82,9 +82,12 @@ class PrefixSearch:
         useful = chunks[start : -(-limit // self._size)]
         stager.start_lookup(name, useful, lambda _: self._whole)
 
-    def poll(self, local: int) -> int | None:
-        """Where the longest hit behind `local` tokens ends, `local` or less when there is none; None: not known yet."""
-        state = self._stager.lookup(self._name)
+    def poll(self, local: int, worth: float | None = None) -> int | None:
+        """Where the longest hit behind `local` tokens ends, `local` or less when there is none; None: not known yet.
+
+        worth: seconds of waiting that a chunk of the hit is worth, None for any number.
+        """
+        state = self._stager.lookup(self._name, worth)
         if not state.done:
             return None
         reach = min((self.start + state.ready) * self._size, self._limit)
@@ -95,13 +98,19 @@ class PrefixSearch:
         elif local < self._tail_local:
             self._try(self._end, local)
         while self._end is not None and self._end > local:
-            tail = self._stager.lookup(self._tail)
+            tail = self._stager.lookup(self._tail, self._worth_of_tail(worth, local))
             if not tail.done:
                 return None
             if tail.ready == -(-self._end // self._size) - self._tail_start:
                 return self._end
             self._try((self._tail_start + tail.ready) * self._size, local)
         return local
+
+    def _worth_of_tail(self, worth: float | None, local: int) -> float | None:
+        """The same for a chunk of the windows: without them all of the hit is lost."""
+        assert self._end is not None
+        chunks = -(-self._end // self._size) - self._tail_start
+        return None if worth is None else worth * (self._end - local) / self._size / chunks
 
     def claim(self, first: int, last: int) -> list[tuple[int, SlotRef]]:
         """(chunk, slot) of all that a hit [first, last) needs, pinned until `release`."""

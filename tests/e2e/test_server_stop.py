@@ -8,7 +8,7 @@ from pathlib import Path
 import demo
 import demo_models
 import pytest
-from e2e_cases import CHUNK
+from e2e_cases import CHUNK, PATIENT
 from e2e_store import objects, temporary_files, verified
 from flaky_proxy import Proxy
 from s3_server import S3Server
@@ -39,7 +39,7 @@ def new_server(s3: S3Server, proxy: Proxy, log: Path, tp: int, *args: str) -> VL
         "AWS_SECRET_ACCESS_KEY": s3.secret,
         "AWS_DEFAULT_REGION": "us-east-1",
     }
-    more = (*MODEL_ARGS, "--kv-transfer-config", transfer_config(s3.url, load_deadline_ms=60_000), *args)
+    more = (*MODEL_ARGS, "--kv-transfer-config", transfer_config(s3.url, **PATIENT), *args)
     return VLLMServer(demo_models.ensure("smollm2"), tp, log, more, env)
 
 

@@ -309,6 +309,40 @@ def test_a_long_step_of_the_engine_is_no_excuse_for_a_hanging_store(world):
     assert [stager.lookup(name).reason for name in "ab"] == ["deadline", "deadline"]
 
 
+def test_nobody_waits_longer_than_chunks_are_worth_and_the_store_is_not_blamed(world):
+    stager = world.faulty_stager(load_deadline_s=30.0)
+    chunks = world.chunks(3)
+    world.save(stager, chunks)
+    stager.reset()
+    world.fail(get_into={"delay": 1.0})
+    stager.start_lookup("r", chunks)
+    begin = time.monotonic()
+    while not (state := stager.lookup("r", worth=0.1)).done:
+        stager.wait(0.01)
+    assert 0.25 < time.monotonic() - begin < 0.9
+    assert (state.ready, state.reason) == (0, "too-slow")
+    assert stager.health["loads"] == "ok"
+    world.settle(stager)  # what was under way ends in host memory, for whoever comes next
+    stager.start_lookup("next", chunks)
+    assert stager.lookup("next", worth=0.1).ready > 0
+
+
+def test_a_store_that_was_slow_is_not_waited_for_but_when_it_is_worth_it(world):
+    stager = world.faulty_stager(load_deadline_s=30.0, load_threads=1)
+    first, second, third = (world.chunks(2, seed) for seed in range(3))
+    world.save(stager, first + second + third)
+    stager.reset()
+    world.fail(get_into={"delay": 0.5})
+    stager.start_lookup("first", first)
+    assert world.finish(stager, "first").ready == 2  # 0.5 s a chunk, as is known now
+    stager.start_lookup("second", second)
+    state = stager.lookup("second", worth=0.1)
+    assert (state.done, state.ready, state.reason) == (True, 0, "too-slow")
+    stager.start_lookup("third", third)
+    assert not stager.lookup("third", worth=3.0).done
+    assert world.finish(stager, "third").ready == 2
+
+
 def test_lookups_take_turns(world):
     stager = world.faulty_stager(slots=32, loads_in_flight=1, load_deadline_s=30.0)
     ours, theirs = world.chunks(8), world.chunks(2, seed=1)

@@ -97,6 +97,7 @@ def vllm_config(directory: Path, setup: Setup, url: str) -> VllmConfig:
         "io_processes": 1,
         "weights_label": "sim",
         "load_deadline_ms": 30_000,
+        "never_slower": False,  # nothing is computed, which no store is faster than
         **setup.options,
     }
     config.kv_transfer_config = KVTransferConfig(

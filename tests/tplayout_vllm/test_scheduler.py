@@ -1,5 +1,6 @@
 """What the scheduler's side decides, one call at a time; whole engines are in test_engine_*.py."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,8 @@ class FakeStager:
         assert name not in self.chunks
         self.chunks[name] = len(chunks)
 
-    def lookup(self, name: str) -> LookupState:
+    def lookup(self, name: str, worth: float | None = None) -> LookupState:
+        self.worth = worth
         return LookupState(min(self.ready, self.chunks[name]), self.done, "")
 
     def claim(self, name: str, first: int, last: int) -> list[SlotRef]:
@@ -64,9 +66,10 @@ class FakeStager:
         return False
 
 
-def side(stager: FakeStager, loads: bool = True, saves: bool = True) -> SchedulerSide:
+def side(stager: FakeStager, loads: bool = True, saves: bool = True, never_slower: bool = True) -> SchedulerSide:
     staging = StagingRef(RegionRef(1, 2, 3, "t"), GEOMETRY, "xxh3-128", None, {}, (((0, 0),),))
-    return SchedulerSide(stager, staging, Tables((8,), ((0,),)), bytes(32), loads, saves)
+    tables = Tables((8,), ((0,),))
+    return SchedulerSide(stager, staging, tables, bytes(32), loads=loads, saves=saves, never_slower=never_slower)
 
 
 def request(tokens: int, name: str = "r", **fields: Any) -> Any:
@@ -92,6 +95,7 @@ def output(scheduled: dict[str, int] | None = None, drafts: dict[str, list[int]]
     tables = ([*range(1, 30)],)
     return SimpleNamespace(
         num_scheduled_tokens=scheduled or {},
+        total_num_scheduled_tokens=sum((scheduled or {}).values()),
         scheduled_spec_decode_tokens=drafts or {},
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: tables),
     )
@@ -140,6 +144,24 @@ def test_a_load_holds_its_slots_until_all_ranks_have_ended_it() -> None:
     assert "r" in stager.claimed
     deciding.loads_ended({"r"}, set())
     assert stager.claimed == {}
+
+
+@pytest.mark.parametrize("never_slower", [True, False])
+def test_waiting_is_worth_what_the_engine_needs_to_compute_a_chunk(never_slower: bool) -> None:
+    stager = FakeStager(done=False)
+    deciding, one = side(stager, never_slower=never_slower), request(100)
+    add(deciding, one)
+    deciding.matched(one, 0)
+    assert stager.worth is None  # nothing was computed yet
+    deciding.step(output({"other": 64}))
+    time.sleep(0.04)
+    deciding.loads_ended(set(), set())
+    deciding.matched(one, 0)
+    if never_slower:
+        assert stager.worth is not None
+        assert stager.worth >= 0.01  # a chunk has 16 tokens
+    else:
+        assert stager.worth is None
 
 
 @pytest.mark.parametrize(("tokens", "groups"), [(33, (0,)), (32, ())])

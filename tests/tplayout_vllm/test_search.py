@@ -39,6 +39,7 @@ class FakeStager:
         self.open: dict[str, tuple[Sequence[ChunkId], list[tuple[int, ...]]]] = {}
         self.asked: dict[str, int] = {}
         self.read: Places = set()
+        self.worths: list[tuple[str, float | None]] = []
 
     def start_lookup(
         self, name: str, chunks: Sequence[ChunkId], groups_for_chunk: Callable[[int], Sequence[int]]
@@ -49,7 +50,8 @@ class FakeStager:
         self.open[name], self.asked[name] = (list(chunks), groups), 0
         self.read |= {(chunk.index, group) for chunk, some in zip(chunks, groups, strict=True) for group in some}
 
-    def lookup(self, name: str) -> LookupState:
+    def lookup(self, name: str, worth: float | None = None) -> LookupState:
+        self.worths.append((name, worth))
         self.asked[name] += 1
         chunks, groups = self.open[name]
         ready = 0
@@ -169,3 +171,13 @@ def test_a_local_hit_that_shrinks_is_made_up_for() -> None:
     found = PrefixSearch(stager, shape, Windows.of(shape, tables), "r", chunk_ids(10), 0, 80)
     assert answer(found, [64, 64, 64, 8]) == 80
     assert {index for index, slot in found.claim(8, 80) if 1 in slot.groups} == set(range(1, 10))
+
+
+def test_what_waiting_is_worth_is_that_of_the_whole_hit_where_windows_end_it() -> None:
+    """Four chunks, of which one needs its window: without it nothing of the hit can be had."""
+    shape = geometry(None, SIZE)
+    tables = Tables((SIZE, SIZE), ((0,), (1,)))
+    stager = FakeStager({(chunk, group) for chunk in range(4) for group in range(2)})
+    found = PrefixSearch(stager, shape, Windows.of(shape, tables), "r", chunk_ids(4), 0, 4 * SIZE)
+    assert found.poll(0, worth=0.5) == 4 * SIZE
+    assert stager.worths == [("r", 0.5), ("r\0windows", pytest.approx(2.0))]

@@ -7,6 +7,7 @@ from tplayout.format.keys import ChunkId
 from tplayout.staging.pool import STORE_FAULTS, Pool, log
 from tplayout.staging.protocol import NAMESPACE_DIFFERS, Load, Loaded
 from tplayout.staging.slots import Part
+from tplayout.staging.speed import LoadSpeed
 
 LOST = "io-lost"  # the I/O process died with the job
 
@@ -31,6 +32,8 @@ class Loads:
     def __init__(self, pool: Pool) -> None:
         """No loads."""
         self._pool = pool
+        self.speed = LoadSpeed(pool.plan.io_processes * pool.plan.load_threads)
+        self._together: dict[int, int] = {}  # job -> loads in flight when it was handed out
 
     def stage(self, chunk: ChunkId, groups: Sequence[int]) -> tuple[int | None, Staged]:
         """See to it that the chunk's groups are in a slot: (its slot, how far that is), or (None, why not)."""
@@ -70,10 +73,12 @@ class Loads:
                 return None, Staged.NO_SLOT
         else:
             pool.table.change(slot, groups, Part.LOADING)
-        if not pool.submit(Load(next(pool.ids), slot, groups, key.hex()), key):
+        job = next(pool.ids)
+        if not pool.submit(Load(job, slot, groups, key.hex()), key):
             pool.table.change(slot, groups, Part.EMPTY)
             return None, Staged.IO_DOWN
         pool.loads_in_flight += 1
+        self._together[job] = pool.loads_in_flight
         return slot, Staged.BEGUN
 
     def drop_if_unwanted(self, slot: int) -> None:
@@ -88,6 +93,9 @@ class Loads:
         """A load was answered: update slot and books. Returns why not all of it is there, "" if it is."""
         pool = self._pool
         pool.loads_in_flight -= 1
+        together = self._together.pop(work.job)
+        if event.outcome == "ready":
+            self.speed.add(event.seconds, together)
         if event.outcome != "cancelled":
             pool.answered_at = pool.clock()
         self._settle(work, event.groups)
@@ -110,12 +118,14 @@ class Loads:
         If the store has answered nobody else either, that is a failure of it: its own deadline may be far longer.
         """
         pool = self._pool
+        self.speed.late(pool.clock() - since, pool.loads_in_flight)
         if pool.answered_at < since:
             pool.reads.failed("timeout", f"no load was answered for {pool.clock() - since:.1f} s")
 
     def lost(self, work: Load) -> str:
         """A load died with its process, which can write into the slot no more."""
         self._pool.loads_in_flight -= 1
+        del self._together[work.job]
         self._pool.counters[f"load_errors.{LOST}"] += 1
         self._settle(work, ())
         return LOST

@@ -15,6 +15,7 @@ from tplayout.staging.loads import Loads, Staged
 from tplayout.staging.pool import Pool
 from tplayout.staging.slots import Part, SlotRef
 
+TOO_SLOW = "too-slow"
 _TURN = 64  # lookups that nobody has asked about, looked at in one turn
 
 
@@ -22,7 +23,7 @@ _TURN = 64  # lookups that nobody has asked about, looked at in one turn
 class LookupState:
     """ready: verified chunks in a row, from the first. done: it will not become more. reason: why it ended there.
 
-    Reasons: complete, miss, damaged, deadline, no-slot, store-suspended, io-down, io-lost, "error: <kind>",
+    Reasons: complete, miss, damaged, deadline, too-slow, no-slot, store-suspended, io-down, io-lost, "error: <kind>",
     "save <outcome>", in-limbo; empty while it goes on.
     """
 
@@ -43,7 +44,9 @@ class _Lookup:
     why: str = "complete"
     staged: list[int] = field(default_factory=list)
     ready: int = 0
+    began: float = 0.0
     deadline: float | None = None
+    patience: float | None = None  # until when it is worth waiting for; None: for longer than the deadline
     starved_since: float | None = None
     done: bool = False
     claimed: list[int] | None = None
@@ -72,13 +75,18 @@ class Lookups:
         """Begin to stage. Raises ValueError if there is a lookup of that name."""
         if name in self._all:
             raise ValueError(f"lookup {name!r} exists already")
-        lookup = _Lookup(name, chunks, groups, len(chunks), self._pool.clock())
+        now = self._pool.clock()
+        lookup = _Lookup(name, chunks, groups, len(chunks), asked=now, began=now)
         self._all[name] = lookup
         self._want(lookup)
         self._stage_all(lookup)
 
-    def state(self, name: str) -> LookupState:
-        """How far it is. The first question starts its deadline."""
+    def state(self, name: str, worth: float | None = None) -> LookupState:
+        """How far it is. The first question starts its deadline.
+
+        worth: seconds of waiting that a chunk is worth. A lookup that will take longer ends at once with what it has,
+        and one that turns out to be slower ends then.
+        """
         lookup = self._all[name]
         lookup.asked = self._pool.clock()
         if lookup.deadline is None:
@@ -87,9 +95,20 @@ class Lookups:
                 self._open[name] = lookup
                 self._want(lookup)
                 self._stage_all(lookup)
+            if not lookup.done and worth is not None:
+                self._limit_wait(lookup, worth)
         if lookup.done:
             self._unseen.discard(name)
         return LookupState(lookup.ready, lookup.done, lookup.why if lookup.done else "")
+
+    def _limit_wait(self, lookup: _Lookup, worth: float) -> None:
+        """See to it that nobody waits longer for chunks than they are worth."""
+        missing = lookup.limit - lookup.ready
+        whole = self._loads.speed.seconds(missing)
+        if whole is not None and whole - (lookup.asked - lookup.began) > missing * worth:
+            self._finish(lookup, TOO_SLOW)
+        else:
+            lookup.patience = lookup.asked + missing * worth
 
     def claim(self, name: str, first: int, last: int) -> list[SlotRef]:
         """The slots of the ready chunks first .. last-1, pinned until `release`; the lookup lets go of the rest."""
@@ -191,6 +210,7 @@ class Lookups:
             if lookup.deadline is not None and lookup.excused < lookup.ready == len(lookup.staged):
                 lookup.excused = lookup.ready
                 lookup.deadline += seconds
+                lookup.patience = None if lookup.patience is None else lookup.patience + seconds
 
     def enforce_deadlines(self) -> None:
         """End the lookups that have waited long enough, for their chunks or for a slot."""
@@ -199,6 +219,9 @@ class Lookups:
         for lookup in list(self._open.values()):
             if lookup.deadline is not None and now >= lookup.deadline:
                 self._finish(lookup, "deadline")
+            elif lookup.patience is not None and now >= lookup.patience:
+                self._loads.speed.late(now - lookup.began, self._pool.loads_in_flight)
+                self._finish(lookup, TOO_SLOW)
             elif lookup.starved_since is not None and lookup.starved_since <= hungry:
                 self._stop(lookup, len(lookup.staged), Staged.NO_SLOT)
 
@@ -206,7 +229,7 @@ class Lookups:
         """When `enforce_deadlines` has something to do next, as far as it is known."""
         wait = self._pool.plan.slot_wait_s
         waiting = self._open.values()
-        times = [lookup.deadline for lookup in waiting if lookup.deadline is not None]
+        times = [time for lookup in waiting for time in (lookup.deadline, lookup.patience) if time is not None]
         times += [lookup.starved_since + wait for lookup in waiting if lookup.starved_since is not None]
         return min(times, default=None)
 
@@ -321,4 +344,4 @@ class Lookups:
         self._unseen.discard(lookup.name)
         self._unstage(lookup, 0)
         lookup.ready, lookup.limit, lookup.why = 0, len(lookup.chunks), "complete"
-        lookup.done, lookup.deadline, lookup.starved_since = False, None, None
+        lookup.done, lookup.deadline, lookup.patience, lookup.starved_since = False, None, None, None

@@ -108,13 +108,14 @@ class Stager:
         ]
         self._lookups.start(lookup_id, chunks, groups)
 
-    def lookup(self, lookup_id: str) -> LookupState:
+    def lookup(self, lookup_id: str, worth: float | None = None) -> LookupState:
         """How much of it is staged and verified. Its deadline runs from the first call. KeyError if unknown.
 
+        worth: how many seconds of waiting a chunk is worth, None for any number; that of the first call counts.
         Once done, `ready` chunks can be claimed for as long as it is asked about (see StagingPlan.unasked_s).
         """
         self._refresh()
-        return self._lookups.state(lookup_id)
+        return self._lookups.state(lookup_id, worth)
 
     def claim(self, lookup_id: str, first: int, last: int) -> list[SlotRef]:
         """Slots of the chunks first .. last-1 of the lookup, all ready. They stay as they are until `release`.
