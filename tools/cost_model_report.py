@@ -297,7 +297,7 @@ def plot_reload(path: Path) -> None:
         axis.set_xticks(tokens[::2], [f"{n // 1024}k" for n in tokens[::2]])
         axis.minorticks_off()
     axes[0].set_ylabel("seconds")
-    axes[0].legend(fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside upper center", frameon=False)
     _save(figure, path)
 
 
