@@ -278,34 +278,33 @@ def _std(model: str, parameter: str, shape: tuple[int, ...]) -> float | None:
 # --- self check -------------------------------------------------------------------------------------------
 
 
-def random_prompt(length: int, seed: int = 0, vocabulary: int = VOCABULARY) -> list[int]:
+def random_prompt(length: int, seed: int = 0) -> list[int]:
     """Token ids without the special ones: for models that have no tokenizer."""
     import random
 
     generator = random.Random(seed)
-    return [generator.randrange(3, vocabulary) for _ in range(length)]
+    return [generator.randrange(3, VOCABULARY) for _ in range(length)]
 
 
-def prefix_sensitivity(model: Path, tokens: Sequence[int], changed: int = 100) -> float:
-    """Largest change of the next token's log-probabilities when the first `changed` tokens are others."""
+def prefix_sensitivity(model: Path, tokens: Sequence[int]) -> float:
+    """Largest change of the next token's log-probabilities when the first 100 tokens are others."""
     import torch
     import transformers
 
     network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    other = [*reversed(tokens[:changed]), *tokens[changed:]]
+    other = [*reversed(tokens[:100]), *tokens[100:]]
     with torch.no_grad():
         logits = network(torch.tensor([list(tokens), other])).logits[:, -1]
     first, second = torch.log_softmax(logits.float(), dim=-1)
     return float((first - second).abs().max())
 
 
-def depends_on_prefix(model: Path, tokens: Sequence[int] | None = None, changed: int = 100) -> bool:
+def depends_on_prefix(model: Path, tokens: Sequence[int] | None = None) -> bool:
     """Whether what a model says after a prompt depends on the prompt's first tokens.
 
     A model for which this is False proves nothing about a KV cache: a wrong one would give the same text.
     """
-    prompt = random_prompt(changed + 300) if tokens is None else tokens
-    return prefix_sensitivity(model, prompt, changed) > 0.1
+    return prefix_sensitivity(model, random_prompt(400) if tokens is None else tokens) > 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

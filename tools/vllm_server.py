@@ -25,6 +25,8 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 # Children inherit it, so that processes which left the family tree are still found as ours.
 RUN_MARK = "TPLAYOUT_RUN"
 
+TAIL_LINES = 25  # of a server's log, in errors
+
 
 class ServerError(Exception):
     """The server did not start, died, or refused a request. The text says where its log is and how it ends."""
@@ -41,12 +43,12 @@ class Answer:
     total_s: float
 
 
-def cpu_environment(kv_gib: int = 1) -> dict[str, str]:
+def cpu_environment() -> dict[str, str]:
     """Environment that lets several tensor-parallel ranks share few CPU cores, and keeps vLLM off the network."""
     return {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -147,10 +149,10 @@ class VLLMServer:
         except OSError:
             return False
 
-    def tail(self, lines: int = 25) -> str:
+    def tail(self) -> str:
         """Where the log is, and its last lines."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        last = "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
+        last = "\n".join(f"  | {line}" for line in text.splitlines()[-TAIL_LINES:])
         return f"log: {self.log}\n{last}"
 
     def _open(self, path: str, body: dict[str, Any] | None, timeout: float) -> Any:
@@ -276,10 +278,6 @@ def session_of(pid: int) -> int | None:
         return os.getsid(pid)
     except ProcessLookupError:
         return None
-
-
-def _session_of(entry: Path) -> int:
-    return int((entry / "stat").read_text().rpartition(")")[2].split()[3])
 
 
 def processes_of(run: str, session: int) -> dict[int, str]:

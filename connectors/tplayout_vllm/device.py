@@ -19,9 +19,6 @@ from tplayout_vllm.pages import Canonical, Run, gather, scatter
 logger = logging.getLogger("vllm.tplayout")
 
 
-_Ending = tuple[Any, Callable[[], None], Callable[[], None] | None]  # event, action, what to do if it failed
-
-
 class HostCopies:
     """Pages in host memory: tokens move straight between page and slot, and a copy is over when it returns."""
 

@@ -6,7 +6,7 @@ from safetensors.numpy import load_file, save_file
 
 from tplayout.admin.namespaces import open_namespace
 from tplayout.admin.peers import import_transformers, store_to_transformers
-from tplayout.admin.transformers_file import TransformersFile, is_transformers_file
+from tplayout.admin.transformers_file import TransformersFile
 from tplayout.errors import FormatError, GeometryError, NotFound
 from tplayout.format.geometry import Part
 
@@ -28,7 +28,6 @@ def test_there_and_back(filled, kit, make_store, tmp_path):
         for part, name in enumerate(("key_cache", "value_cache")):
             assert tensors[f"{name}.{layer}"].shape == (1, 4, 20, 8)
             assert tensors[f"{name}.{layer}"].tobytes() == whole.arrays[group][:, position, part].tobytes()
-    assert is_transformers_file(tmp_path / "f.safetensors")
     import_transformers(tmp_path / "f.safetensors", make_store("back"))
     assert kit.content(make_store("back")) == kit.content(namespace.store)
 
@@ -94,4 +93,3 @@ def test_damage_and_misses_leave_no_file(filled, kit, tmp_path):
     namespace.store.delete([name for name in kit.content(namespace.store) if ".1." in name][:1])
     assert not store_to_transformers(namespace, kit.TOKENS, tmp_path / "f").complete
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
-    assert not is_transformers_file(tmp_path / "f")

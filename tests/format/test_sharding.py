@@ -10,7 +10,6 @@ from tplayout.format.sharding import (
     Shard,
     check_cover,
     head_range,
-    intersect,
     pp_layer_ranges,
     shard_of,
     whole,
@@ -139,17 +138,6 @@ def test_cover_names_what_is_missing_or_twice() -> None:
         check_cover(group, [left, right, Shard(range(3, 4), range(1, 2))])
     with pytest.raises(GeometryError, match="4 heads and 2 layers"):
         check_cover(group, [Shard(range(5), range(2))])
-
-
-@given(*[st.tuples(*[st.integers(0, 6)] * 4)] * 2)
-def test_intersection_is_that_of_the_sets(a: tuple[int, ...], b: tuple[int, ...]) -> None:
-    def cells(shard: Shard) -> set[tuple[int, int]]:
-        return {(h, p) for h in shard.heads for p in shard.layers}
-
-    first, second = (Shard(range(s[0], s[0] + s[1]), range(s[2], s[2] + s[3])) for s in (a, b))
-    both = intersect(first, second)
-    assert cells(both) == cells(first) & cells(second)
-    assert both.cells == len(cells(both))
 
 
 def test_shards_are_ranges_of_step_one() -> None:

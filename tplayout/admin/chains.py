@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from tplayout.admin.namespaces import OpenNamespace
 from tplayout.admin.parallel import in_order
-from tplayout.admin.progress import Progress, silent
 from tplayout.errors import FormatError, NotFound
 from tplayout.format.keys import ROOT, ChunkId
 from tplayout.storage.base import ObjectInfo
@@ -89,7 +88,7 @@ class Index:
         return self.namespace.chunk_id(key, min(self.chunks[key].objects))
 
 
-def build_index(namespace: OpenNamespace, jobs: int = SMALL_READS, progress: Progress = silent) -> Index:
+def build_index(namespace: OpenNamespace) -> Index:
     """List a namespace and read what each chunk follows. An object that does not say is damaged and left out.
 
     Of each chunk one object is read, a few kilobytes. Raises StorageError.
@@ -111,9 +110,8 @@ def build_index(namespace: OpenNamespace, jobs: int = SMALL_READS, progress: Pro
                 del chunk.objects[group]
         return chunk, damaged
 
-    for done, (chunk, damaged) in enumerate(in_order(parent, listed.values(), jobs), 1):
+    for chunk, damaged in in_order(parent, listed.values(), SMALL_READS):
         index.damaged |= damaged
         if chunk.parent:
             index.chunks[chunk.key] = chunk
-        progress(done, len(listed), 0)
     return index

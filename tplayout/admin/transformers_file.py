@@ -36,15 +36,6 @@ def check_geometry(geometry: Geometry) -> None:
             raise GeometryError(f"group {group.name!r} is quantised with scales: convert it to another --dtype first")
 
 
-def is_transformers_file(path: Path) -> bool:
-    """Whether a file is one of these."""
-    try:
-        with ReadFile(path) as file:
-            return MARK in file.safetensors_header().metadata
-    except (OSError, FormatError):
-        return False
-
-
 def is_there(path: Path, identity: Identity, model: str, tokens: Sequence[int]) -> bool:
     """Whether the path holds this prompt's file already: what is written appears complete. ConfigError for another."""
     try:

@@ -45,10 +45,10 @@ def base_name(fields: Mapping[str, Any]) -> str:
     return f"{str(fields['model_name']).replace('/', '_')}_{digest}"
 
 
-def file_name(base: str, block_hash: bytes, group: int = 0) -> str:
-    """Path of a chunk of the tier, below its root."""
+def file_name(base: str, block_hash: bytes) -> str:
+    """Path of a chunk of the tier's only group, below its root."""
     text = block_hash.hex()
-    return f"{base}_r0/{text[:3]}/{text[3:5]}_g{group}/{text}.bin"
+    return f"{base}_r0/{text[:3]}/{text[3:5]}_g0/{text}.bin"
 
 
 def _frame(body: bytes) -> bytes:

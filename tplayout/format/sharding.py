@@ -37,16 +37,6 @@ def whole(group: Group) -> Shard:
     return Shard(range(group.heads), range(len(group.layers)))
 
 
-def intersect(a: Shard, b: Shard) -> Shard:
-    """The cells that both hold (empty ranges when there are none)."""
-    return Shard(_overlap(a.heads, b.heads), _overlap(a.layers, b.layers))
-
-
-def _overlap(a: range, b: range) -> range:
-    start = max(a.start, b.start)
-    return range(start, max(start, min(a.stop, b.stop)))
-
-
 def head_range(num_heads: int, tp_size: int, tp_rank: int) -> range:
     """KV heads of one rank: H/TP contiguous ones, or one replicated head when TP exceeds H.
 
