@@ -90,7 +90,7 @@ class TestWorkers:
         start = time.monotonic()
         with pytest.raises(TimeoutError):
             workers.run(lambda: release.wait(30), Deadline(0.1))
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 10
         release.set()
         assert workers.run(lambda: 1, Deadline(5)) == 1
 

@@ -365,7 +365,7 @@ class StoreContract:
             start = time.monotonic()
             with contextlib.suppress(StorageTimeout):
                 call()
-            assert time.monotonic() - start < 1.5
+            assert time.monotonic() - start < 10
 
     def verbs(self, store: Store, deadline: float) -> list[Callable[[], object]]:
         """One call of each verb with that deadline."""

@@ -404,7 +404,7 @@ class TestHanging:
             except StorageTimeout as exc:
                 timeouts += 1
                 assert "0.1 s" in str(exc)  # noqa: PT017
-            assert time.monotonic() - start < 1.0
+            assert time.monotonic() - start < 5  # the call is stuck for a minute
         assert timeouts
 
     def test_a_late_read_does_not_touch_the_buffer(

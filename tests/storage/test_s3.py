@@ -23,6 +23,7 @@ from scripted_s3 import (
     reset,
     serve,
     slowly,
+    together,
     truncated,
 )
 
@@ -114,7 +115,7 @@ class TestDeadlines:
         start = time.monotonic()
         with pytest.raises(StorageError):
             store.get("k", deadline=0.5)
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 0.5 + BUSY_S
 
     def test_a_late_answer_does_not_touch_the_buffer(self, server: ScriptedS3, store: Store) -> None:
         store.put("k", b"x" * 1000)
@@ -311,11 +312,9 @@ class TestTransfers:
         data = os.urandom(self.SIZE)
         store.put("k", data)
         server.requests.clear()
-        server.otherwise = slowly(0.3, proper)
+        server.otherwise = together(3, proper)
         buf = bytearray(self.SIZE)
-        start = time.monotonic()
         assert store.get_into("k", buf) == self.SIZE
-        assert time.monotonic() - start < 0.8
         assert buf == data
         assert sorted(headers["Range"] for _, _, headers in server.requests) == [
             f"bytes=0-{PART - 1}",

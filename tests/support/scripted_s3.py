@@ -169,3 +169,14 @@ def slowly(seconds: float, then: Behaviour) -> Behaviour:
         then(handler)
 
     return behave
+
+
+def together(count: int, then: Behaviour) -> Behaviour:
+    """Answers come once `count` requests are being served at the same time; requests one after another get none."""
+    barrier = threading.Barrier(count)
+
+    def behave(handler: Handler) -> None:
+        barrier.wait(10)
+        then(handler)
+
+    return behave

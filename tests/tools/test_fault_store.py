@@ -59,7 +59,7 @@ def test_hangs_last_until_the_deadline(store: FaultStore, verb: str) -> None:
     start = time.monotonic()
     with pytest.raises(StorageTimeout):
         call(store, verb, deadline=0.1)
-    assert 0.1 <= time.monotonic() - start < 1
+    assert 0.1 <= time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("verb", APPLICABLE)
