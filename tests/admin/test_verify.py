@@ -405,7 +405,7 @@ def test_damage_in_packed_objects_is_named(store, deep):
 
 
 def plain_of(store: Store, cache: Cache, data: bytearray) -> memoryview:
-    return make_codec("shuffle-zstd", None).unpack(data, layout_of_group(cache))
+    return make_codec("shuffle-zstd", None).unpack(data, layout_of_group(cache), b"")
 
 
 def test_packed_objects_under_wrong_names_go_home(store):

@@ -191,4 +191,4 @@ def test_what_another_began_at_the_same_moment_counts(
         put(self, key, data.replace(b'"none"', b'"shuffle-zstd"'), **options)
 
     monkeypatch.setattr(type(store), "put", overtaken)
-    assert open_namespace(store, one_group, None, True, "m")[1] == "shuffle-zstd"
+    assert open_namespace(store, one_group, None, True, "m")[1].name == "shuffle-zstd"

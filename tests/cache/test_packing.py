@@ -55,7 +55,7 @@ def test_what_is_put_is_packed_and_what_is_got_is_plain(world: World) -> None:
     world.plain.put(world.name, world.buf)
     stored = world.inner.get(world.name)
     assert stored != world.buf
-    assert world.codec.unpack(stored, world.layout) == world.buf
+    assert world.codec.unpack(stored, world.layout, world.chunk.key) == world.buf
     assert world.plain.get(world.name) == world.buf
     buf = bytearray(len(world.buf) + 5)
     assert world.plain.get_into(world.name, buf) == len(world.buf)

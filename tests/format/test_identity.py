@@ -145,10 +145,12 @@ def test_what_is_no_identity_is_refused(identity: Identity, field: str, value: A
 
 
 def test_the_document_is_read_back(identity: Identity) -> None:
-    for storage in (STORAGE, {"digest": KEYED, "key_id": "0123456789abcdef", "codec": "none"}):
+    keyed = {"digest": KEYED, "key_id": "0123456789abcdef", "codec": "none"}
+    encrypted = {**keyed, "codec": "aes-256-gcm", "encryption_key_id": "fedcba9876543210"}
+    for storage in (STORAGE, keyed, encrypted):
         document = parse_namespace_document(namespace_document(identity, storage, "a/b"), identity.namespace)
         assert document.identity == identity
-        assert dataclasses.asdict(document.storage) == storage
+        assert document.storage.to_json() == storage
         assert document.model == "a/b"
 
 
@@ -213,6 +215,11 @@ CHANGES = [
     (("storage", "key_id"), 5, Reason.BAD_NAMESPACE),
     (("storage", "codec"), "zstd", Reason.UNSUPPORTED_CODEC),
     (("storage", "codec"), 5, Reason.BAD_NAMESPACE),
+    (("storage", "codec"), "aes-256-gcm", Reason.BAD_NAMESPACE),
+    (("storage",), {"codec": "another", "members": 1}, Reason.UNSUPPORTED_CODEC),
+    (("storage",), {**STORAGE, "codec": "aes-256-gcm", "encryption_key_id": "x" * 16}, Reason.BAD_NAMESPACE),
+    (("storage",), {**STORAGE, "codec": "aes-256-gcm", "encryption_key_id": None}, Reason.BAD_NAMESPACE),
+    (("storage",), {**STORAGE, "encryption_key_id": "0" * 16}, Reason.BAD_NAMESPACE),
     (("identity_digest",), "0" * 64, Reason.WRONG_NAMESPACE),
     (("identity_digest",), None, Reason.WRONG_NAMESPACE),
 ]

@@ -382,7 +382,7 @@ def test_objects_are_stored_in_the_namespace_s_codec(world):
     layout = stager.plan.layouts[0]
     codec = make_codec("shuffle-zstd", stager.plan.hasher)
     for chunk in chunks:
-        plain = codec.unpack(world.path(chunk).read_bytes(), layout)
+        plain = codec.unpack(world.path(chunk).read_bytes(), layout, chunk.key)
         verify(plain, layout, stager.plan.namespace, chunk.key, stager.plan.hasher)
     stager.close()
     loader = world.stager(codec="shuffle-zstd")
@@ -407,8 +407,9 @@ def test_objects_of_another_codec_are_damaged(world, codec):
     assert (state.ready, state.reason) == (0, "damaged")
     stager.release("r")
     world.save(stager, [chunk])
-    plain = make_codec(codec, stager.plan.hasher).unpack(world.path(chunk).read_bytes(), stager.plan.layouts[0])
-    verify(plain, stager.plan.layouts[0], stager.plan.namespace, chunk.key, stager.plan.hasher)
+    stored, layout = world.path(chunk).read_bytes(), stager.plan.layouts[0]
+    plain = make_codec(codec, stager.plan.hasher).unpack(stored, layout, chunk.key)
+    verify(plain, layout, stager.plan.namespace, chunk.key, stager.plan.hasher)
 
 
 def test_damage_in_a_packed_object_is_a_miss(world):

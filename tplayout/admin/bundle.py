@@ -14,11 +14,12 @@ from pathlib import Path
 from tplayout.admin.chains import Index
 from tplayout.admin.convert import path_to
 from tplayout.admin.local_files import NewFile, ReadFile, os_errors
-from tplayout.admin.namespaces import OpenNamespace, begin_copy, check_same_digests, unwritten
+from tplayout.admin.namespaces import OpenNamespace, begin_copy, check_encrypted, check_same_digests, unwritten
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Progress, silent
 from tplayout.errors import FormatError, NotFound, Reason, Unavailable
 from tplayout.format.chunk import Buffer
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.identity import MAX_DOCUMENT_BYTES, NamespaceDocument, parse_namespace_document
 from tplayout.format.keys import ObjectName, namespace_object, parse_object_name
 from tplayout.storage.base import Store
@@ -104,11 +105,13 @@ def import_bundle(
     jobs: int = 1,
     progress: Progress = silent,
     dry_run: bool = False,
+    encryption_key: EncryptionKey | None = None,
 ) -> Bundled:
     """Put a file's objects into a store, verified; what the store has with the right size is skipped.
 
-    Damaged objects are named and left out. Raises FormatError for what is no bundle, NamespaceMismatch if the store has
-    the namespace with another digest or secret, StorageError.
+    encryption_key: of the file and of the store, where they are encrypted. Damaged objects are named and left out.
+    Raises FormatError for what is no bundle, NamespaceMismatch if the store has the namespace with another digest or
+    secret, or would not encrypt what the file does, StorageError.
     """
     with os_errors():
         opened = ReadFile(file)
@@ -116,8 +119,9 @@ def import_bundle(
         members = list(read_members(opened))
         document = _document(opened, members)
         check_same_digests(store, document)
-        inside = unwritten(store, document, secret)
-        target = inside if dry_run else begin_copy(store, document, secret)
+        inside = unwritten(store, document, secret, encryption_key)
+        target = inside if dry_run else begin_copy(store, document, secret, encryption_key)
+        check_encrypted(document, target)
         done = Bundled(target.name)
         there = {info.key: info.size for info in store.list(f"{target.name}/")}
 
@@ -155,7 +159,7 @@ def _put(
     plain = inside.verified(data, name.key, name.group_index)
     if target is None:
         return member.size
-    if target.codec.name == inside.codec.name:
+    if target.stored_as == inside.stored_as:
         target.store.put(member.name, data)
         return member.size
     return target.write(name.key, name.group_index, plain)

@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tplayout.cache.codec import Codec, make_codec
+from tplayout.cache.codec import Codec, check_key, make_codec
 from tplayout.cache.namespace import read_document as read_namespace_document
 from tplayout.cache.packing import plain_store
 from tplayout.errors import ConfigError, FormatError, NotFound, Reason, Unavailable
 from tplayout.format.digest import CellHasher, make_hasher
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.identity import NamespaceDocument
 from tplayout.format.keys import namespace_object, parse_object_name
 from tplayout.format.layout import ChunkLayout, chunk_layout
@@ -75,13 +76,28 @@ class Namespace:
         facts, geometry = document.storage, document.identity.geometry
         return [chunk_layout(geometry, index, facts.digest, facts.key_id) for index in range(len(geometry.groups))]
 
-    def codec(self, hasher: CellHasher | None = None) -> Codec:
-        """How its objects are stored. hasher: None where nobody has the secret. Raises as `known`."""
-        return make_codec(self.known().storage.codec, hasher)
+    @property
+    def encrypted(self) -> bool:
+        """Whether its objects can be read with a key only; False where its document cannot be read."""
+        return self.document is not None and self.document.storage.encryption_key_id is not None
 
-    def plain(self, store: Store) -> Store:
-        """The store as one that holds this namespace's objects plain, for reading. Raises as `known`."""
-        return plain_store(store, self.name, self.layouts(), self.codec())
+    def codec(self, hasher: CellHasher | None = None, encryption_key: EncryptionKey | None = None) -> Codec:
+        """How its objects are stored. hasher, encryption_key: None where nobody has the secret, or the key.
+
+        Raises as `known`, and ConfigError for another key.
+        """
+        facts = self.known().storage
+        return make_codec(
+            facts.codec, hasher, facts.encryption_key_id, encryption_key and key_of(self.known(), encryption_key)
+        )
+
+    def plain(self, store: Store, encryption_key: EncryptionKey | None = None) -> Store:
+        """The store as one that holds this namespace's objects plain, for reading.
+
+        Raises as `known`, and ConfigError if they are encrypted and the key is missing or another.
+        """
+        key_of(self.known(), encryption_key)
+        return plain_store(store, self.name, self.layouts(), self.codec(None, encryption_key))
 
 
 @dataclass
@@ -149,6 +165,24 @@ def hasher_of(document: NamespaceDocument, secret: bytes | None) -> CellHasher:
         raise ConfigError(
             f"namespace {namespace} has keyed digests ({error.detail}): give --secret-key-file or TPLAYOUT_SECRET_KEY"
         ) from None
+
+
+def key_of(document: NamespaceDocument, encryption_key: EncryptionKey | None) -> EncryptionKey | None:
+    """What a namespace is encrypted with, None for nothing. A key that it does not use is ignored.
+
+    Raises ConfigError if it needs a key and that is missing or another.
+    """
+    facts = document.storage
+    if facts.encryption_key_id is None:
+        return None
+    try:
+        check_key(facts.codec, facts.encryption_key_id, encryption_key)
+    except FormatError as error:
+        raise ConfigError(
+            f"namespace {document.identity.namespace} is encrypted ({error.detail}): give --encryption-key-file or "
+            "TPLAYOUT_ENCRYPTION_KEY"
+        ) from None
+    return encryption_key
 
 
 def span_of(times: Iterable[float | None]) -> tuple[float | None, float | None]:

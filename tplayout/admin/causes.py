@@ -28,6 +28,7 @@ class Why(StrEnum):
     SCALES = "scales"  # of a quantised KV cache
     GEOMETRY = "geometry"  # heads, layers, windows …
     CONFIG = "config"  # another field of the model's configuration
+    ENCRYPTION = "encryption-key"  # encrypted with another key, or with one at all
     SECRET = "secret"  # digests keyed with another secret, or with one at all
     DOCUMENT = "damaged-namespace"  # namespace.json cannot be read
     EXTRAS = "salt"  # another cache salt, or adapter, or multimodal item

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from tplayout.admin.catalog import Catalog, Stored, hasher_of
 from tplayout.admin.rate import RateLimit
-from tplayout.cache.codec import Codec, require
+from tplayout.cache.codec import Aes256Gcm, Codec, require
 from tplayout.errors import (
     Forbidden,
     FormatError,
@@ -20,6 +20,7 @@ from tplayout.errors import (
 )
 from tplayout.format.chunk import header_size, layout_of, parse_header, read_chunk_id, verify
 from tplayout.format.digest import CellHasher
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.header import LENGTH_BYTES
 from tplayout.format.keys import ChunkId, object_name
 from tplayout.format.layout import ChunkLayout, stated_layout
@@ -51,11 +52,15 @@ class Fault:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found: the chunk's ids if it is sound, a fault, or neither if it is gone. nbytes: read."""
+    """What a check found: the chunk's ids if it is sound, a fault, or neither if it is gone. nbytes: read.
+
+    sealed: it is encrypted and nobody has the key, so that no more than what is stored was compared.
+    """
 
     chunk: ChunkId | None = None
     fault: Fault | None = None
     nbytes: int = 0
+    sealed: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,20 @@ class _Context:
 class Checker:
     """Checks objects of the namespaces of one catalog; safe to use from many threads.
 
-    deep: read and digest every cell. Without, an object's size, header, tokens and key are checked. Raises ConfigError
-    when a deep check needs a secret that is not given, or what a codec needs is not installed.
+    deep: read and digest every cell. Without, an object's size, header, tokens and key are checked. encryption_key: of
+    encrypted namespaces; without it what they store is compared with its digests, and not opened. Raises ConfigError
+    when a deep check needs a secret that is not given, for another key, or if what a codec needs is not installed.
     """
 
-    def __init__(self, store: Store, catalog: Catalog, secret: bytes | None, deep: bool, limit: RateLimit) -> None:
+    def __init__(
+        self,
+        store: Store,
+        catalog: Catalog,
+        secret: bytes | None,
+        deep: bool,
+        limit: RateLimit,
+        encryption_key: EncryptionKey | None = None,
+    ) -> None:
         self._store = store
         self._deep = deep
         self._limit = limit
@@ -83,8 +97,10 @@ class Checker:
             if namespace.document is not None:
                 hasher = hasher_of(namespace.document, secret) if deep else None
                 digest = namespace.document.identity.digest()
-                self._of[namespace.name] = _Context(digest, namespace.layouts(), namespace.codec(hasher), hasher)
-                if deep:
+                self._of[namespace.name] = _Context(
+                    digest, namespace.layouts(), namespace.codec(hasher, encryption_key), hasher
+                )
+                if encryption_key is not None if namespace.encrypted else deep:
                     require(namespace.document.storage.codec)
         sizes = [context.codec.most_bytes(layout) for context in self._of.values() for layout in context.layouts]
         self._largest = max(sizes, default=0)
@@ -118,7 +134,10 @@ class Checker:
             return Verdict(fault=_of_length(error))
         data = buf[:length]
         try:
-            chunk = verify(context.codec.unpack(data, layout), layout, context.digest, stored.key, hasher)
+            if isinstance(context.codec, Aes256Gcm) and not context.codec.has_key:
+                context.codec.check(data, layout, stored.key)
+                return Verdict(nbytes=length, sealed=True)
+            chunk = verify(context.codec.unpack(data, layout, stored.key), layout, context.digest, stored.key, hasher)
             return Verdict(chunk, nbytes=length)
         except FormatError as error:
             return Verdict(fault=self._named(error, data), nbytes=length)
@@ -131,7 +150,10 @@ class Checker:
         self._limit.take(wanted)
         try:
             head = self._store.get_range(stored.name, 0, wanted)
-            plain, size = context.codec.beginning(head, stored.size, layout)
+            if isinstance(context.codec, Aes256Gcm) and not context.codec.has_key:
+                context.codec.check_head(head, stored.size, layout)
+                return Verdict(nbytes=wanted, sealed=True)
+            plain, size = context.codec.beginning(head, stored.size, layout, stored.key)
             chunk = check_beginning(plain, size, layout, context.digest, stored.key)
             return Verdict(chunk, nbytes=wanted)
         except StorageError as error:
@@ -169,16 +191,17 @@ class Checker:
         return Fault(Kind.DAMAGED if kind is Kind.MISNAMED else kind, error.reason, error.detail)
 
     def _home(self, data: memoryview) -> str | None:
-        """The name under which these bytes would be sound."""
+        """The name under which these bytes would be sound; encrypted ones do not tell."""
         try:
             theirs, codec = stated_layout(parse_header(data, len(data)))
         except FormatError:
             return None
         for namespace, context in self._of.items():
-            if context.hasher is None or theirs not in context.layouts or codec != context.codec.name:
+            known = theirs in context.layouts and codec == context.codec.name
+            if context.hasher is None or not known or isinstance(context.codec, Aes256Gcm):
                 continue
             try:
-                plain = context.codec.unpack(data, theirs)
+                plain = context.codec.unpack(data, theirs, b"")
                 key = read_chunk_id(plain, theirs, context.digest).key
                 verify(plain, theirs, context.digest, key, context.hasher)
                 return object_name(namespace, key, theirs.group_index)
@@ -224,7 +247,7 @@ def check_beginning(
 
 _MISNAMED = (
     *(Reason.WRONG_KEY, Reason.WRONG_GROUP, Reason.WRONG_GEOMETRY),
-    *(Reason.WRONG_DIGEST, Reason.WRONG_SECRET, Reason.WRONG_CODEC),
+    *(Reason.WRONG_DIGEST, Reason.WRONG_SECRET, Reason.WRONG_CODEC, Reason.WRONG_ENCRYPTION_KEY),
 )
 
 

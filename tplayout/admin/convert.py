@@ -13,6 +13,7 @@ from tplayout.admin.namespaces import (
     OpenNamespace,
     begin_namespace,
     check_codec_of,
+    check_encrypted,
     new_document,
     open_namespace,
     unwritten,
@@ -23,10 +24,10 @@ from tplayout.admin.shard_files import ShardHeader, ranks_of, read_shard_header
 from tplayout.admin.shards import ShardSet, ShardWriter, shard_files
 from tplayout.admin.transfer import Tally, read_prefix, store_prefix
 from tplayout.errors import ConfigError, NamespaceMismatch, NotFound, TPLayoutError
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
 from tplayout.format.keys import NO_EXTRAS, ROOT, ChunkId, chunk_key
-from tplayout.format.layout import CODEC_NONE
 from tplayout.format.sharding import pp_layer_ranges
 from tplayout.storage.base import Store
 
@@ -62,17 +63,20 @@ def target_namespace(
     model: str,
     dry_run: bool = False,
     codec: str | None = None,
+    encryption_key: EncryptionKey | None = None,
 ) -> OpenNamespace:
     """The identity's namespace in the store, begun if it is not there; a dry run writes nothing.
 
-    codec: see `begin_namespace`.
+    codec, encryption_key: see `begin_namespace`.
     """
     if not dry_run:
-        return begin_namespace(store, identity, secret, model, codec)
+        return begin_namespace(store, identity, secret, model, codec, encryption_key)
+    document = new_document(identity, secret, model, codec, encryption_key)
     try:
-        found = open_namespace(store, identity.namespace, secret)
+        found = open_namespace(store, identity.namespace, secret, encryption_key)
     except NotFound:
-        return unwritten(store, new_document(identity, secret, model, codec or CODEC_NONE), secret)
+        return unwritten(store, document, secret, encryption_key)
+    check_encrypted(document, found)
     if codec is not None:
         check_codec_of(found, codec)
     return found
@@ -98,18 +102,22 @@ def import_shards(
     jobs: int = 1,
     progress: Progress = silent,
     dry_run: bool = False,
+    encryption_key: EncryptionKey | None = None,
 ) -> Report:
     """Per-rank shard sets, one directory a prefix, into a store.
 
-    identity: of the model, where the files do not hold one. Raises ConfigError if neither is known, and
-    NamespaceMismatch naming the first field in which they differ; as `ShardSet` for files that do not fit.
+    identity: of the model, where the files do not hold one. encryption_key: of the store. Raises ConfigError if neither
+    is known, and NamespaceMismatch naming the first field in which they differ; as `ShardSet` for files that do not
+    fit.
     """
     report = Report()
     parts = Parts(progress, sum(map(_objects_in, directories)))
     for directory in directories:
         with ShardSet(directory) as shards:
             own = _identity_of(shards, identity)
-            target = target_namespace(store, own, secret, model or shards.header.model, dry_run)
+            target = target_namespace(
+                store, own, secret, model or shards.header.model, dry_run, encryption_key=encryption_key
+            )
             tokens = shards.tokens()
             chunks = chain_of_digests(target.digest, tokens, shards.extras(), target.chunk_tokens)
             part = parts.part(len(chunks) * len(own.geometry.groups))

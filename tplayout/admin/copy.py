@@ -17,6 +17,7 @@ from tplayout.admin.namespaces import (
     OpenNamespace,
     begin_copy,
     check_codec_of,
+    check_encrypted,
     check_same_digests,
     open_namespace,
     unwritten,
@@ -24,8 +25,11 @@ from tplayout.admin.namespaces import (
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Progress, silent
 from tplayout.admin.transfer import Tally
+from tplayout.cache.codec import begun_codec
 from tplayout.errors import ConfigError, FormatError, NotFound
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.keys import namespace_object
+from tplayout.format.layout import CODEC_AES_256_GCM
 from tplayout.storage.base import Store
 
 Place = tuple[bytes, int, int]  # key of a chunk, index of a group, bytes of the object in the source
@@ -86,16 +90,18 @@ def copy_namespace(
     dry_run: bool = False,
     recheck: bool = False,
     codec: str | None = None,
+    encryption_key: EncryptionKey | None = None,
 ) -> Copied:
     """Copy a namespace, or the prefixes that end with these chunks. namespace.json is written first.
 
     recheck: read and verify what is there already, and replace it if it is damaged; else its size must do.
     index: of the namespace, needed for keys. codec: that the target must have; None for that which it has, or the
-    source's. Raises NamespaceMismatch if the target stores the namespace with another digest or secret, or another
-    codec than was asked for; StorageError.
+    source's. encryption_key: of the target; None for the source's. Raises NamespaceMismatch if the target stores the
+    namespace with another digest or secret, or another codec than was asked for, or does not encrypt what the source
+    does; StorageError.
     """
     check_same_digests(target, origin.document)
-    opened = _opened(origin, target, secret, dry_run, codec)
+    opened = _opened(origin, target, secret, dry_run, codec, encryption_key or origin.encryption_key)
     there = {info.key: info.size for info in target.list(f"{origin.name}/")}
     if keys is None:
         places = [(name.key, name.group_index, info.size) for name, info in origin.objects()]
@@ -122,7 +128,7 @@ def copy_namespace(
         if is_there(key, group) and (not recheck or _sound(opened, key, group)):
             return Copied(present=1)
         try:
-            if opened.codec.name != origin.codec.name:
+            if opened.stored_as != origin.stored_as:
                 return Copied(copied=1, read=size, nbytes=opened.write(key, group, origin.read(key, group)))
             data = origin.read_stored(key, group)
         except NotFound:  # deleted since it was listed
@@ -151,13 +157,17 @@ def recode(
     jobs: int = 1,
     progress: Progress = silent,
     dry_run: bool = False,
+    encryption_key: EncryptionKey | None = None,
 ) -> Report:
-    """Copy a namespace, or some of its prefixes, into a store that keeps it in another codec. See `copy_namespace`.
+    """Copy a namespace, or some of its prefixes, into a store that keeps it in another codec, or encrypted with another
+    key. See `copy_namespace`.
 
     What lies behind a gap is copied too, unless prefixes are chosen.
     """
     index = build_index(origin)
-    copied = copy_namespace(origin, target, secret, keys, index, jobs, progress, dry_run, codec=codec)
+    copied = copy_namespace(
+        origin, target, secret, keys, index, jobs, progress, dry_run, codec=codec, encryption_key=encryption_key
+    )
     damaged = {**{name: str(error) for name, error in index.damaged.items()}, **copied.damaged}
     tally = Tally(copied.copied, copied.present, 0, copied.nbytes, damaged)
     prefixes = sum(1 for _ in index.prefixes()) if keys is None else len(keys)
@@ -172,6 +182,7 @@ def move_namespace(
     jobs: int = 1,
     progress: Progress = silent,
     dry_run: bool = False,
+    encryption_key: EncryptionKey | None = None,
 ) -> Copied:
     """Copy, then delete from the source what is sound at the destination; tails first, namespace.json last.
 
@@ -181,7 +192,9 @@ def move_namespace(
     index = build_index(origin)
     if not dry_run:
         check_apart(origin.store, target)
-    copied = copy_namespace(origin, target, secret, keys, index, jobs, progress, dry_run, recheck=True)
+    copied = copy_namespace(
+        origin, target, secret, keys, index, jobs, progress, dry_run, recheck=True, encryption_key=encryption_key
+    )
     copied.damaged = {**{name: str(error) for name, error in index.damaged.items()}, **copied.damaged}
     depths = index.depths()
     moved = set(depths) if keys is None else only_of(index, keys)
@@ -200,18 +213,29 @@ def move_namespace(
 
 
 def _opened(
-    origin: OpenNamespace, target: Store, secret: bytes | None, dry_run: bool, codec: str | None
+    origin: OpenNamespace,
+    target: Store,
+    secret: bytes | None,
+    dry_run: bool,
+    codec: str | None,
+    encryption_key: EncryptionKey | None,
 ) -> OpenNamespace:
     """The namespace at the target, begun there if it is not; a dry run writes nothing."""
-    facts = replace(origin.document.storage, codec=codec or origin.codec.name)
+    own = encryption_key if (codec or origin.codec.name) == CODEC_AES_256_GCM else None
+    facts = replace(
+        origin.document.storage,
+        codec=begun_codec(codec or origin.codec.name, own),
+        encryption_key_id=None if own is None else own.id,
+    )
     document = replace(origin.document, storage=facts)
     if not dry_run:
-        opened = begin_copy(target, document, secret)
+        opened = begin_copy(target, document, secret, encryption_key)
     else:
         try:
-            opened = open_namespace(target, origin.name, secret)
+            opened = open_namespace(target, origin.name, secret, encryption_key)
         except NotFound:
-            opened = unwritten(target, document, secret)
+            opened = unwritten(target, document, secret, encryption_key)
+    check_encrypted(document, opened)
     if codec is not None:
         check_codec_of(opened, codec)
     return opened

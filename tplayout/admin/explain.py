@@ -19,6 +19,7 @@ from tplayout.admin.wanted import Wanted
 from tplayout.cache.prefix import servable
 from tplayout.errors import FormatError
 from tplayout.format.digest import secret_id
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.identity import Identity
 from tplayout.format.keys import ChunkId, chain, object_name, prefix_extras
 from tplayout.storage.base import Store
@@ -98,8 +99,9 @@ def explain(
     jobs: int = 8,
     max_scan: int = MAX_SCAN,
     progress: Progress = silent,
+    encryption_key: EncryptionKey | None = None,
 ) -> Explanation:
-    """What a server with this identity and secret would find of the prompt, and why not more.
+    """What a server with this identity, secret and encryption key would find of the prompt, and why not more.
 
     deep: read and digest the objects; else their sizes, headers and keys. max_scan: chunks that are looked into for a
     similar prompt, the newest first. Raises StorageError when the store fails.
@@ -122,14 +124,15 @@ def explain(
         answer.causes.append(Cause(Why.DOCUMENT, text, identity.namespace))
     answer.chunks = [ChunkState(chunk, MISSING, "") for chunk in chunks]
     if space is not None:
-        refused = _secret_cause(space, secret)
-        answer.chunks = _states(store, space, chunks, secret, deep and refused is None, jobs, progress)
+        refused = _secret_cause(space, secret) or _key_cause(space, encryption_key)
+        used = None if refused else encryption_key
+        answer.chunks = _states(store, space, chunks, secret, deep and refused is None, jobs, progress, used)
         answer.hit_chunks = 0 if refused else _servable(identity, answer.chunks)
         if refused is not None:
             answer.causes.append(refused)
     if not answer.is_hit and not answer.causes:
         catalog = scan(store) if catalog is None else catalog
-        answer.causes += _chunk_causes(store, catalog, answer, jobs, max_scan)
+        answer.causes += _chunk_causes(store, catalog, answer, jobs, max_scan, encryption_key)
         answer.nearby = _nearby(store, catalog, answer, wanted, prompt)
         _conclude(answer, catalog)
     return answer
@@ -165,6 +168,17 @@ def _secret_cause(space: Namespace, secret: bytes | None) -> Cause | None:
     return Cause(Why.SECRET, text, space.name, "storage.key_id", ours, theirs)
 
 
+def _key_cause(space: Namespace, encryption_key: EncryptionKey | None) -> Cause | None:
+    """Why a server with this encryption key, or none, would not use the namespace."""
+    theirs = space.known().storage.encryption_key_id
+    ours = None if encryption_key is None else encryption_key.id
+    if ours == theirs:
+        return None
+    names = [f"the encryption key {one}" if one else "no encryption key" for one in (ours, theirs)]
+    text = f"encryption: the server has {names[0]}, the namespace was made with {names[1]}; all of it is a miss"
+    return Cause(Why.ENCRYPTION, text, space.name, "storage.encryption_key_id", ours, theirs)
+
+
 def _states(
     store: Store,
     space: Namespace,
@@ -173,12 +187,13 @@ def _states(
     deep: bool,
     jobs: int,
     progress: Progress,
+    encryption_key: EncryptionKey | None,
 ) -> list[ChunkState]:
     groups, layouts = space.known().identity.geometry.groups, space.layouts()
     names = [[object_name(space.name, chunk.key, group) for group in range(len(groups))] for chunk in chunks]
     there = iter(are_there(store, [name for row in names for name in row]))
     found = [[next(there) for _ in row] for row in names]
-    checker = Checker(store, Catalog({space.name: space}, [], []), secret, deep, RateLimit(None))
+    checker = Checker(store, Catalog({space.name: space}, [], []), secret, deep, RateLimit(None), encryption_key)
     todo = [
         Stored(names[index][group], chunk.key, group, layouts[group].nbytes, None)
         for index, chunk in enumerate(chunks)
@@ -222,7 +237,14 @@ def _servable(identity: Identity, states: Sequence[ChunkState]) -> int:
     return servable(identity.geometry, len(states), exist)
 
 
-def _chunk_causes(store: Store, catalog: Catalog, answer: Explanation, jobs: int, max_scan: int) -> list[Cause]:
+def _chunk_causes(
+    store: Store,
+    catalog: Catalog,
+    answer: Explanation,
+    jobs: int,
+    max_scan: int,
+    encryption_key: EncryptionKey | None,
+) -> list[Cause]:
     """Why the first chunk that a server cannot use is not there, in the namespace that is."""
     space = catalog.namespaces.get(answer.identity.namespace)
     if space is None or space.document is None:
@@ -242,7 +264,7 @@ def _chunk_causes(store: Store, catalog: Catalog, answer: Explanation, jobs: int
         text = f"gap {after}: chunk {first} is missing, {later} later ones are stored"
         return [Cause(Why.GAP, text, space.name, "chunk", first)]
     newest = sorted(space.objects, key=lambda stored: -(stored.modified or 0.0))[:max_scan]
-    links = read_links(store, replace(space, objects=newest), jobs)
+    links = read_links(store, replace(space, objects=newest), jobs, encryption_key=encryption_key)
     parent = states[first].chunk.parent
     siblings = [chunk for chunk in links.ids.values() if chunk.parent == parent]
     return [replace(sibling_cause(state.chunk, siblings), namespace=space.name)]

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tplayout.admin.catalog import QUARANTINE, Namespace, Stored, hasher_of, scan
+from tplayout.admin.catalog import QUARANTINE, Namespace, Stored, hasher_of, key_of, scan
 from tplayout.cache.arrays import from_bits
-from tplayout.cache.codec import make_codec, require
+from tplayout.cache.codec import Aes256Gcm, check_key, make_codec, require
 from tplayout.errors import ConfigError, FormatError, NotFound, Reason
 from tplayout.format.chunk import parse_header, read_chunk_id, verify
 from tplayout.format.digest import CellHasher
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.header import header_size
 from tplayout.format.keys import ChunkId, parse_object_name
 from tplayout.format.layout import ChunkLayout, stated_layout
@@ -58,6 +59,7 @@ class Opened:
     """An object that was read whole.
 
     chunk: what it says it is. fault: why it is not accepted. hasher: None without the secret or namespace.json.
+    sealed: it is encrypted and the key is not at hand: data is empty, and stored bytes are all that was checked.
     modified: seconds since the epoch. siblings: names of the objects of the chunk's other groups. data: the plain
     object; lost cells of a damaged packed one are zeros. size, codec: of the object as it is stored.
     """
@@ -74,11 +76,12 @@ class Opened:
     size: int
     codec: str
     siblings: tuple[str, ...] = ()
+    sealed: bool = False
 
     @property
     def unsure(self) -> bool:
-        """True if the digests could not be compared, for want of the secret."""
-        return self.hasher is None
+        """True if the digests of the cells could not be compared, for want of the secret or the key."""
+        return self.hasher is None or self.sealed
 
 
 def find(
@@ -114,23 +117,39 @@ def find(
 
 
 def read(
-    store: Store, space: Namespace, stored: Stored, secret: bytes | None, siblings: tuple[str, ...] = ()
+    store: Store,
+    space: Namespace,
+    stored: Stored,
+    secret: bytes | None,
+    siblings: tuple[str, ...] = (),
+    encryption_key: EncryptionKey | None = None,
 ) -> Opened:
-    """Read an object whole and check all of it. Raises StorageError; FormatError if not even its header can be read."""
+    """Read an object whole and check all of it.
+
+    Raises StorageError; FormatError if not even its header can be read, or if it is encrypted and that is all that can
+    be said of it; ConfigError for another key than the namespace's.
+    """
     raw = memoryview(store.get(stored.name, max_bytes=MAX_BYTES))
-    layout, name = _layout(space, stored, raw)
+    layout, name, key_id = _layout(space, stored, raw)
     require(name)
     hasher: CellHasher | None = None
     if space.document is not None and (layout.key_id is None or secret is not None):
         hasher = hasher_of(space.document, secret)
     chunk, fault = None, space.fault
-    codec = make_codec(name, hasher)
+    codec = make_codec(name, hasher, key_id, _key(space, name, key_id, encryption_key))
+    if isinstance(codec, Aes256Gcm) and not codec.has_key:
+        try:
+            codec.check(raw, layout, stored.key)
+        except FormatError as error:
+            fault = error
+        about = (stored.name, stored.modified, memoryview(b""), layout, space, stored.key, None)
+        return Opened(*about, fault, hasher, len(raw), name, siblings, sealed=True)
     try:
-        data = codec.unpack(raw, layout)
+        data = codec.unpack(raw, layout, stored.key)
     except FormatError as error:
         fault = error
         try:
-            data = codec.salvage(raw, layout)
+            data = codec.salvage(raw, layout, stored.key)
         except FormatError:
             raise error.at(stored.name) from None
     if space.document is not None:
@@ -248,12 +267,25 @@ def _of_group(space: Namespace, objects: list[Stored], group: str | None) -> Sto
     raise NotFound(f"the chunk has no object of group {group}, only of {', '.join(str(one.group) for one in objects)}")
 
 
-def _layout(space: Namespace, stored: Stored, data: memoryview) -> tuple[ChunkLayout, str]:
-    """Layout and codec that the namespace says, else those that the object's own header says."""
+def _key(
+    space: Namespace, codec: str, key_id: str | None, encryption_key: EncryptionKey | None
+) -> EncryptionKey | None:
+    """The key, where it is given and of use. Raises ConfigError, or FormatError without namespace.json, for another."""
+    if encryption_key is None or key_id is None:
+        return None
+    if space.document is None:
+        check_key(codec, key_id, encryption_key)
+        return encryption_key
+    return key_of(space.document, encryption_key)
+
+
+def _layout(space: Namespace, stored: Stored, data: memoryview) -> tuple[ChunkLayout, str, str | None]:
+    """Layout, codec and id of the encryption key that the namespace says, else those of the object's own header."""
     if space.document is not None and stored.group < len(layouts := space.layouts()):
-        return layouts[stored.group], space.document.storage.codec
+        return layouts[stored.group], space.document.storage.codec, space.document.storage.encryption_key_id
     try:
-        return stated_layout(parse_header(data[: header_size(data, len(data))], len(data)))
+        header = parse_header(data[: header_size(data, len(data))], len(data))
+        return *stated_layout(header), header.metadata.get("encryption_key_id")
     except FormatError as error:
         raise error.at(stored.name) from None
 

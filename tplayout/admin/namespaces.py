@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tplayout.admin.catalog import hasher_of
-from tplayout.cache.codec import Codec, make_codec, require
+from tplayout.admin.catalog import hasher_of, key_of
+from tplayout.cache.codec import Codec, begun_codec, make_codec, require
 from tplayout.cache.namespace import check_document, fetch_document, read_document
 from tplayout.cache.packing import plain_store
 from tplayout.errors import (
@@ -25,9 +25,10 @@ from tplayout.errors import (
 )
 from tplayout.format.chunk import Buffer, read_chunk_id, verify
 from tplayout.format.digest import CellHasher, make_hasher
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts, parse_namespace_document
 from tplayout.format.keys import ChunkId, ObjectName, namespace_object, object_name, parse_object_name
-from tplayout.format.layout import CODEC_NONE, ChunkLayout, chunk_layout
+from tplayout.format.layout import ChunkLayout, chunk_layout
 from tplayout.storage.base import ObjectInfo, Store
 
 _DOCUMENT = re.compile(r"([0-9a-f]{32})/namespace\.json")
@@ -35,7 +36,7 @@ _DOCUMENT = re.compile(r"([0-9a-f]{32})/namespace\.json")
 
 @dataclass(frozen=True)
 class OpenNamespace:
-    """A namespace and what reads and writes it. digest: 32 bytes, of the identity.
+    """A namespace and what reads and writes it. digest: 32 bytes, of the identity. encryption_key: None if it is plain.
 
     Objects are plain where they come in and go out, in whatever codec the store has them.
     """
@@ -44,6 +45,7 @@ class OpenNamespace:
     document: NamespaceDocument
     hasher: CellHasher
     digest: bytes
+    encryption_key: EncryptionKey | None = None
 
     @property
     def identity(self) -> Identity:
@@ -68,7 +70,13 @@ class OpenNamespace:
     @cached_property
     def codec(self) -> Codec:
         """How its objects are stored."""
-        return make_codec(self.document.storage.codec, self.hasher)
+        facts = self.document.storage
+        return make_codec(facts.codec, self.hasher, facts.encryption_key_id, self.encryption_key)
+
+    @property
+    def stored_as(self) -> tuple[str, str | None]:
+        """Codec and id of the encryption key: what decides whether stored bytes mean the same elsewhere."""
+        return self.document.storage.codec, self.document.storage.encryption_key_id
 
     @cached_property
     def _plain(self) -> Store:
@@ -141,13 +149,13 @@ class OpenNamespace:
     def verified(self, stored: Buffer, key: bytes, group: int) -> memoryview:
         """The plain object of stored bytes. Raises FormatError."""
         layout = self.layout(group)
-        plain = self.codec.unpack(stored, layout)
+        plain = self.codec.unpack(stored, layout, key)
         verify(plain, layout, self.digest, key, self.hasher)
         return plain
 
     def write(self, key: bytes, group: int, plain: Buffer) -> int:
         """Store a sealed object; the bytes that it takes there."""
-        data = self.codec.pack(plain, self.layout(group))
+        data = self.codec.pack(plain, self.layout(group), key)
         self.store.put(self.object_name(key, group), data)
         return len(data)
 
@@ -158,25 +166,29 @@ def names(store: Store) -> list[str]:
     return sorted(match[1] for match in found if match)
 
 
-def open_namespace(store: Store, name: str, secret: bytes | None = None) -> OpenNamespace:
-    """The namespace of that name. A secret that it does not use is ignored.
+def open_namespace(
+    store: Store, name: str, secret: bytes | None = None, encryption_key: EncryptionKey | None = None
+) -> OpenNamespace:
+    """The namespace of that name. A secret or key that it does not use is ignored.
 
-    Raises NotFound; FormatError if namespace.json is damaged; ConfigError if it needs a secret and has another or none,
-    or if what its codec needs is not installed.
+    Raises NotFound; FormatError if namespace.json is damaged; ConfigError if it needs a secret or key and has another
+    or none, or if what its codec needs is not installed.
     """
     try:
         document = read_document(store, name)
     except FormatError as error:
         raise error.at(f"{store.url}: {error.where}") from None
-    return unwritten(store, document, secret)
+    return unwritten(store, document, secret, encryption_key)
 
 
-def choose_namespace(store: Store, wanted: str | None, secret: bytes | None = None) -> OpenNamespace:
+def choose_namespace(
+    store: Store, wanted: str | None, secret: bytes | None = None, encryption_key: EncryptionKey | None = None
+) -> OpenNamespace:
     """The namespace whose name starts with `wanted`, or the only one. Raises ConfigError that lists them."""
     there = names(store)
     fitting = [name for name in there if name.startswith(wanted or "")]
     if len(fitting) == 1:
-        return open_namespace(store, fitting[0], secret)
+        return open_namespace(store, fitting[0], secret, encryption_key)
     if not there:
         raise NotFound(f"{store.url}: no namespace is stored here")
     which = f"{len(fitting)} namespaces start with {wanted!r}" if wanted else f"there are {len(there)} namespaces"
@@ -184,20 +196,34 @@ def choose_namespace(store: Store, wanted: str | None, secret: bytes | None = No
 
 
 def begin_namespace(
-    store: Store, identity: Identity, secret: bytes | None, model: str, codec: str | None = None
+    store: Store,
+    identity: Identity,
+    secret: bytes | None,
+    model: str,
+    codec: str | None = None,
+    encryption_key: EncryptionKey | None = None,
 ) -> OpenNamespace:
-    """The identity's namespace, written if it is not there, with keyed digests if there is a secret.
+    """The identity's namespace, written if it is not there, with keyed digests if there is a secret, encrypted if there
+    is a key.
 
-    codec: that it must have; None for that which it has, or the codec none. Raises as `open_namespace`, and
-    NamespaceMismatch if it is there in another codec, or without keyed digests although there is a secret.
+    codec: that it must have; None for that which it has, or that which goes with the key. Raises as `open_namespace`,
+    and NamespaceMismatch if it is there in another codec, without keyed digests although there is a secret, or not
+    encrypted although there is a key.
     """
-    document = new_document(identity, secret, model, codec or CODEC_NONE)
-    found = begin_copy(store, document, secret)
+    document = new_document(identity, secret, model, codec, encryption_key)
+    found = begin_copy(store, document, secret, encryption_key)
+    check_encrypted(document, found)
     if codec is not None:
         check_codec_of(found, codec)
     if secret is not None and found.hasher.key_id is None:
         raise NamespaceMismatch("storage.digest", document.storage.digest, found.document.storage.digest)
     return found
+
+
+def check_encrypted(wanted: NamespaceDocument, found: OpenNamespace) -> None:
+    """NamespaceMismatch if a namespace that was to be encrypted is not: nothing is decrypted unasked."""
+    if wanted.storage.encryption_key_id is not None and found.encryption_key is None:
+        raise NamespaceMismatch("storage.codec", wanted.storage.codec, found.codec.name)
 
 
 def check_codec_of(namespace: OpenNamespace, codec: str) -> None:
@@ -206,37 +232,56 @@ def check_codec_of(namespace: OpenNamespace, codec: str) -> None:
         raise NamespaceMismatch("storage.codec", codec, namespace.codec.name)
 
 
-def new_document(identity: Identity, secret: bytes | None, model: str, codec: str = CODEC_NONE) -> NamespaceDocument:
-    """What a new namespace of this identity says of itself."""
+def new_document(
+    identity: Identity,
+    secret: bytes | None,
+    model: str,
+    codec: str | None = None,
+    encryption_key: EncryptionKey | None = None,
+) -> NamespaceDocument:
+    """What a new namespace of this identity says of itself. Raises ConfigError as `begun_codec`."""
     hasher = make_hasher(None, secret)
-    return NamespaceDocument(identity, StorageFacts(hasher.name, hasher.key_id, codec), model)
+    key_id = None if encryption_key is None else encryption_key.id
+    facts = StorageFacts(hasher.name, hasher.key_id, begun_codec(codec, encryption_key), key_id)
+    return NamespaceDocument(identity, facts, model)
 
 
-def begin_copy(store: Store, document: NamespaceDocument, secret: bytes | None) -> OpenNamespace:
+def begin_copy(
+    store: Store, document: NamespaceDocument, secret: bytes | None, encryption_key: EncryptionKey | None = None
+) -> OpenNamespace:
     """The document's namespace, written as it is if nothing is there, else what is there; see `open_namespace`."""
     try:
-        return open_namespace(store, document.identity.namespace, secret)
+        return open_namespace(store, document.identity.namespace, secret, encryption_key)
     except NotFound:
-        name = namespace_object(unwritten(store, document, secret).name)
+        name = namespace_object(unwritten(store, document, secret, encryption_key).name)
         store.put(name, document.to_bytes())
-        return open_namespace(store, document.identity.namespace, secret)  # another may have begun it just now
+        return open_namespace(
+            store, document.identity.namespace, secret, encryption_key
+        )  # another may have begun it just now
 
 
-def unwritten(store: Store, document: NamespaceDocument, secret: bytes | None) -> OpenNamespace:
+def unwritten(
+    store: Store, document: NamespaceDocument, secret: bytes | None, encryption_key: EncryptionKey | None = None
+) -> OpenNamespace:
     """A namespace as its document has it, whether it is there or not. Raises ConfigError as `open_namespace`."""
+    used = key_of(document, encryption_key)
     require(document.storage.codec)
-    return OpenNamespace(store, document, hasher_of(document, secret), document.identity.digest())
+    return OpenNamespace(store, document, hasher_of(document, secret), document.identity.digest(), used)
 
 
 def check_same_digests(store: Store, document: NamespaceDocument) -> None:
-    """NamespaceMismatch if the namespace is in the store, but with another digest or secret. Its codec may differ."""
+    """NamespaceMismatch if the namespace is in the store, but with another digest or secret.
+
+    Its codec may differ, and its encryption key.
+    """
     name = document.identity.namespace
     try:
         found = fetch_document(store, name)
     except NotFound:
         return
-    codec = parse_namespace_document(found, name).storage.codec
-    ours = replace(document, storage=replace(document.storage, codec=codec))
+    theirs = parse_namespace_document(found, name).storage
+    facts = replace(document.storage, codec=theirs.codec, encryption_key_id=theirs.encryption_key_id)
+    ours = replace(document, storage=facts)
     check_document(found, ours.to_bytes(), name)
 
 

@@ -20,6 +20,7 @@ from tplayout.admin.transfer import read_prefix, store_prefix
 from tplayout.admin.transformers_file import TransformersFile, TransformersWriter, check_geometry, is_there
 from tplayout.admin.vllm_tier import Rows, Tier, TierWriter, write_config
 from tplayout.errors import ConfigError
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.identity import Identity
 from tplayout.format.keys import chain
 from tplayout.storage.base import Store
@@ -37,14 +38,16 @@ def import_prompt(
     jobs: int = 1,
     progress: Progress = silent,
     dry_run: bool = False,
+    encryption_key: EncryptionKey | None = None,
 ) -> Report:
     """Store what a source holds of a prompt. stated: what the user said of the files, for messages.
 
-    unchecked: believe that without looking at the values. Raises ConfigError if the values do not fit.
+    unchecked: believe that without looking at the values. encryption_key: of the store. Raises ConfigError if the
+    values do not fit.
     """
     if not unchecked:
         check_statement(source, tokens, stated)
-    target = target_namespace(store, identity, secret, model, dry_run)
+    target = target_namespace(store, identity, secret, model, dry_run, encryption_key=encryption_key)
     chunks = chain(target.digest, list(tokens[: source.tokens]), target.chunk_tokens)
     report = Report(prefixes=1, rest=source.tokens % target.chunk_tokens, namespace=target.name)
     report.tally.add(store_prefix(source, chunks, target, jobs, progress, dry_run))
@@ -159,10 +162,13 @@ def import_transformers(
     jobs: int = 1,
     progress: Progress = silent,
     dry_run: bool = False,
+    encryption_key: EncryptionKey | None = None,
 ) -> Report:
-    """A transformers file into a store. identity: where the file holds none."""
+    """A transformers file into a store. identity: where the file holds none; encryption_key: of the store."""
     with TransformersFile(file, identity) as source:
-        target = target_namespace(store, source.identity, secret, model or source.model, dry_run)
+        target = target_namespace(
+            store, source.identity, secret, model or source.model, dry_run, encryption_key=encryption_key
+        )
         chunks = chain(target.digest, source.tokens, target.chunk_tokens)
         report = Report(prefixes=1, rest=len(source.tokens) % target.chunk_tokens, namespace=target.name)
         report.tally.add(store_prefix(source, chunks, target, jobs, progress, dry_run))

@@ -13,6 +13,7 @@ from tplayout.admin.catalog import Namespace, Stored, by_key, span_of
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Progress, silent
 from tplayout.cache.chunk_ids import read_id
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.format.keys import ROOT, ChunkId
 from tplayout.storage.base import Store
@@ -51,9 +52,18 @@ class Links:
         return {key: chunk.parent for key, chunk in self.ids.items()}
 
 
-def read_links(store: Store, namespace: Namespace, jobs: int = 8, progress: Progress = silent) -> Links:
-    """Token ids, parent and extras of every chunk: one small ranged read each. Cells are not read."""
-    layouts, plain = namespace.layouts(), namespace.plain(store)
+def read_links(
+    store: Store,
+    namespace: Namespace,
+    jobs: int = 8,
+    progress: Progress = silent,
+    encryption_key: EncryptionKey | None = None,
+) -> Links:
+    """Token ids, parent and extras of every chunk: one small ranged read each. Cells are not read.
+
+    encryption_key: of an encrypted namespace. Raises ConfigError if that is missing or another.
+    """
+    layouts, plain = namespace.layouts(), namespace.plain(store, encryption_key)
     digest = namespace.known().identity.digest()
     chunks = [
         next((one for one in objects if one.group < len(layouts)), None)

@@ -17,9 +17,11 @@ from tplayout.admin.progress import Parts, Progress, silent
 from tplayout.admin.transfer import Bits, cells_of, store_prefix
 from tplayout.admin.values import Converter, Losses, converted_group, converter, is_lossless
 from tplayout.errors import ConfigError, FormatError, GeometryError, NotFound
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
 from tplayout.format.keys import NO_EXTRAS, ChunkId, namespace_object
+from tplayout.format.layout import CODEC_AES_256_GCM
 from tplayout.storage.base import Store
 
 
@@ -62,12 +64,14 @@ def rechunk(
     progress: Progress = silent,
     dry_run: bool = False,
     codec: str | None = None,
+    encryption_key: EncryptionKey | None = None,
 ) -> Rechunked:
     """The prefixes of a namespace as chunks of `identity`, see `changed_identity`. A job holds two chunks.
 
     lossy: whether precision may be lost; what it cost is measured and reported. keys: last chunks of the prefixes, None
-    for all. codec: that the target must have; None for that which it has, or the source's. Raises ConfigError if
-    precision would be lost and may not, NamespaceMismatch if the target is there in another codec.
+    for all. codec: that the target must have; None for that which it has, or the source's.
+    encryption_key: of the target, None for the source's. Raises ConfigError if precision would be lost and may not,
+    NamespaceMismatch if the target is there in another codec, or not encrypted.
     """
     pairs = list(zip(origin.identity.geometry.groups, identity.geometry.groups, strict=True))
     for old, new in pairs:
@@ -76,8 +80,9 @@ def rechunk(
                 f"group {old.name!r}: {old.dtype} to {new.dtype} loses precision: add --lossy to allow it, and the "
                 "error is measured"
             )
-    begun = codec or (None if _exists(store, identity) else origin.codec.name)
-    target = target_namespace(store, identity, secret, origin.document.model, dry_run, begun)
+    used = encryption_key or origin.encryption_key if codec in (None, CODEC_AES_256_GCM) else None
+    begun = codec or (None if used is not None or _exists(store, identity) else origin.codec.name)
+    target = target_namespace(store, identity, secret, origin.document.model, dry_run, begun, used)
     report = Rechunked(namespace=target.name)
     converters = [converter(old, new) for old, new in pairs]
     report.losses = {

@@ -14,7 +14,7 @@ from os import PathLike
 from typing import Any
 
 from tplayout.cache.arrays import as_bits, check_kind, from_bits, read_cells, write_cells
-from tplayout.cache.codec import make_codec
+from tplayout.cache.codec import Codec
 from tplayout.cache.namespace import open_namespace
 from tplayout.cache.packing import plain_store
 from tplayout.cache.prefix import Place, Prefix, servable
@@ -29,10 +29,11 @@ from tplayout.errors import (
 )
 from tplayout.format.chunk import seal, verify, verify_shard
 from tplayout.format.digest import CellHasher
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
 from tplayout.format.keys import ChunkId, Extras, chain, object_name
-from tplayout.format.layout import CODEC_NONE, ChunkLayout, chunk_layout
+from tplayout.format.layout import ChunkLayout, chunk_layout
 from tplayout.format.sharding import Shard, check_cover, whole
 from tplayout.storage.base import Store
 
@@ -46,9 +47,7 @@ _TOUCH_S = 1.0  # noting use must not hold up who uses it
 class Cache:
     """The chunks of one identity. `Cache.open` makes one; calls raise StorageError when the store fails them."""
 
-    def __init__(
-        self, store: Store, identity: Identity, hasher: CellHasher, owned: bool = False, codec: str = CODEC_NONE
-    ) -> None:
+    def __init__(self, store: Store, identity: Identity, hasher: CellHasher, codec: Codec, owned: bool = False) -> None:
         """hasher, codec: of the namespace that exists. owned: `close` closes the store too."""
         self.store = store
         self.identity = identity
@@ -56,7 +55,7 @@ class Cache:
         self._owned = owned
         self._digest = identity.digest()
         layouts = [self._layout(index) for index in range(len(self.geometry.groups))]
-        self._objects = plain_store(store, self.namespace, layouts, make_codec(codec, hasher))
+        self._objects = plain_store(store, self.namespace, layouts, codec)
 
     @classmethod
     def open(
@@ -68,29 +67,34 @@ class Cache:
         create: bool = True,
         model: str = "",
         storage_options: Mapping[str, Any] | None = None,
-        codec: str = CODEC_NONE,
+        codec: str | None = None,
+        encryption_key: bytes | None = None,
     ) -> Cache:
         """Open the identity's namespace in a store or at a URL, and begin it if it is not there.
 
         secret: makes the cells' digests authentication; every user of the namespace needs it. create: whether a
         missing namespace is begun (namespace.json is written) or raises NotFound. model: a name for people, kept
-        when the namespace is begun. codec: how its objects are stored, "none" or "shuffle-zstd" (which needs
-        `pip install 'tplayout[zstd]'`), if it is begun. Digest and codec of a namespace that exists are adopted.
+        when the namespace is begun. codec: how its objects are stored if it is begun: "none", "shuffle-zstd" (which
+        needs `pip install 'tplayout[zstd]'`), or None for what goes with the encryption key. Digest and codec of a
+        namespace that exists are adopted. encryption_key: 32 bytes; everything is stored encrypted with it, in the
+        codec "aes-256-gcm" (which needs `pip install 'tplayout[encrypt]'`).
 
-        Raises FormatError wrong-secret when the namespace has another secret, or one where none is given, or none
-        where one is; NamespaceMismatch naming the field if the document there is another identity's.
+        Raises FormatError wrong-secret or wrong-encryption-key when the namespace has another secret or key, or one
+        where none is given, or none where one is; NamespaceMismatch naming the field if the document there is another
+        identity's.
         """
+        key = None if encryption_key is None else EncryptionKey(encryption_key)
         if isinstance(store, Store):
             if storage_options is not None:
                 raise ConfigError("storage_options go with a URL; this store is open already")
-            hasher, codec = open_namespace(store, identity, secret, create, model, codec)
-            return cls(store, identity, hasher, codec=codec)
+            hasher, opened_codec = open_namespace(store, identity, secret, create, model, codec, key)
+            return cls(store, identity, hasher, opened_codec)
         from tplayout.storage.url import open_store
 
         opened = open_store(store, storage_options)
         try:
-            hasher, codec = open_namespace(opened, identity, secret, create, model, codec)
-            return cls(opened, identity, hasher, owned=True, codec=codec)
+            hasher, opened_codec = open_namespace(opened, identity, secret, create, model, codec, key)
+            return cls(opened, identity, hasher, opened_codec, owned=True)
         except BaseException:
             opened.close()
             raise

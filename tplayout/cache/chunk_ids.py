@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import struct
 
-from tplayout.errors import NotFound, StorageError, StorageErrorKind
+from tplayout.errors import FormatError, NotFound, StorageError, StorageErrorKind
 from tplayout.format.keys import ROOT, ChunkId, key_of_packed
 from tplayout.format.layout import ChunkLayout
 from tplayout.storage.base import Store
 
 
 def read_id(store: Store, layout: ChunkLayout, digest: bytes, name: str, key: bytes) -> ChunkId | None:
-    """The chunk that the object of this name holds; None if that is not the one of the key, or it is gone.
+    """The chunk that the object of this name holds; None if that is not the one of the key, or damaged, or gone.
 
     store: of plain objects. digest: of the identity. Raises StorageError.
     """
     span = range(layout.tokens_range.start, layout.extras_range.stop)
     try:
         data = store.get_range(name, span.start, len(span))
-    except NotFound:
+    except (NotFound, FormatError):
         return None
     except StorageError as error:
         if error.kind is StorageErrorKind.SHORT_READ:

@@ -3,10 +3,11 @@
 The name for people in namespace.json does not count: servers of the same weights under other names share.
 """
 
-from tplayout.cache.codec import require
+from tplayout.cache.codec import Codec, begun_codec, check_key, make_codec, require
 from tplayout.errors import FormatError, NamespaceMismatch, NotFound, Reason, StorageError, StorageErrorKind
 from tplayout.format.canonical import parse_json
 from tplayout.format.digest import CellHasher, make_hasher
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.identity import (
     MAX_DOCUMENT_BYTES,
     Identity,
@@ -15,11 +16,18 @@ from tplayout.format.identity import (
     parse_namespace_document,
 )
 from tplayout.format.keys import namespace_object
-from tplayout.format.layout import CODEC_NONE
 from tplayout.storage.base import Store
 
 # Of a namespace.json that is not damaged, but as another server, or another version, wants it.
-OF_OTHERS = frozenset({Reason.UNSUPPORTED_CODEC, Reason.UNSUPPORTED_DIGEST, Reason.WRONG_SECRET, Reason.WRONG_VERSION})
+OF_OTHERS = frozenset(
+    {
+        Reason.UNSUPPORTED_CODEC,
+        Reason.UNSUPPORTED_DIGEST,
+        Reason.WRONG_ENCRYPTION_KEY,
+        Reason.WRONG_SECRET,
+        Reason.WRONG_VERSION,
+    }
+)
 
 
 def fetch_document(store: Store, namespace: str) -> bytes:
@@ -80,30 +88,47 @@ def check_document(found: bytes, document: bytes, namespace: str) -> StorageFact
 
 
 def open_namespace(
-    store: Store, identity: Identity, secret: bytes | None, create: bool, model: str, codec: str = CODEC_NONE
-) -> tuple[CellHasher, str]:
+    store: Store,
+    identity: Identity,
+    secret: bytes | None,
+    create: bool,
+    model: str,
+    codec: str | None = None,
+    key: EncryptionKey | None = None,
+) -> tuple[CellHasher, Codec]:
     """Hasher and codec of the namespace: of the one that exists, else of a new one that is written if `create` is set.
 
-    codec: of a new one. Raises ConfigError for one that is not known, or whose library is not installed;
-    as `read_namespace`; FormatError wrong-secret if the secret is not the namespace's, in either direction;
-    NotFound if there is none and it is not to be created.
+    codec: of a new one, see `begun_codec`. Raises ConfigError as that, and for one that is not known, or whose library
+    is not installed; as `read_namespace`; FormatError wrong-secret or wrong-encryption-key if the secret, or the key,
+    is not the namespace's, in either direction; NotFound if there is none and it is not to be created.
     """
+    codec = begun_codec(codec, key)
     name = namespace_object(identity.namespace)
     found = read_namespace(store, identity)
     if found is None and create:
         hasher = make_hasher(None, secret)
         require(codec)
-        facts = StorageFacts(hasher.name, hasher.key_id, codec)
+        facts = StorageFacts(hasher.name, hasher.key_id, codec, None if key is None else key.id)
         store.put(name, NamespaceDocument(identity, facts, model).to_bytes())
         found = read_namespace(store, identity)  # another may have begun it just now, in another codec
     if found is None:
         raise NotFound(f"{store.url}: {name}: nothing is stored for this identity (create=True begins a namespace)")
     try:
-        hasher = make_hasher(found.storage.digest, secret, found.storage.key_id)
+        return open_facts(found.storage, secret, key)
     except FormatError as error:
         raise error.at(f"{store.url}: {name}") from None
-    require(found.storage.codec)
-    return hasher, found.storage.codec
+
+
+def open_facts(facts: StorageFacts, secret: bytes | None, key: EncryptionKey | None) -> tuple[CellHasher, Codec]:
+    """What digests cells, and stores objects, as a namespace's document says.
+
+    Raises FormatError wrong-secret or wrong-encryption-key if the secret, or the key, is not the namespace's, in either
+    direction; ConfigError if its codec's library is not installed.
+    """
+    hasher = make_hasher(facts.digest, secret, facts.key_id)
+    check_key(facts.codec, facts.encryption_key_id, key)
+    require(facts.codec)
+    return hasher, make_codec(facts.codec, hasher, facts.encryption_key_id, key)
 
 
 def _parse(data: bytes, identity: Identity) -> NamespaceDocument:
@@ -121,7 +146,7 @@ def _parse(data: bytes, identity: Identity) -> NamespaceDocument:
 def _agree(ours: NamespaceDocument, theirs: NamespaceDocument) -> StorageFacts:
     for field, mine, other in ours.identity.diff(theirs.identity):
         raise NamespaceMismatch(field, mine, other)
-    for field in ("codec", "digest", "key_id"):
+    for field in ("codec", "digest", "key_id", "encryption_key_id"):
         mine, other = getattr(ours.storage, field), getattr(theirs.storage, field)
         if mine != other:
             raise NamespaceMismatch(f"storage.{field}", mine, other)

@@ -19,12 +19,12 @@ BLAKE3 = "blake3"
 KEYED = "blake3-keyed"
 DIGEST_BYTES: Mapping[str, int] = {XXH3: 16, BLAKE3: 32, KEYED: 32}
 MIN_SECRET_BYTES = 16
+KEY_ID_BYTES = 8
 
 _DOMAIN = b"tplayout1 cell\0\0"  # 16 bytes
 _COORDINATES = struct.Struct("<16s32sIII")
 _SECRET_CONTEXT = "tplayout 1 cell digest secret"
 _KEY_ID_CONTEXT = "tplayout 1 secret id"
-_KEY_ID_BYTES = 8
 
 
 class CellHasher(Protocol):
@@ -39,7 +39,8 @@ class CellHasher(Protocol):
         ...
 
 
-def _coordinates(chunk_key: bytes, group: str, head: int, layer: int) -> bytes:
+def coordinates(chunk_key: bytes, group: str, head: int, layer: int) -> bytes:
+    """What a digest covers besides the cell: where that is."""
     name = group.encode("ascii")
     return _COORDINATES.pack(_DOMAIN, chunk_key, head, layer, len(name)) + name
 
@@ -50,7 +51,7 @@ class _Xxh3:
     key_id: str | None = None
 
     def cell(self, chunk_key: bytes, group: str, head: int, layer: int, data: memoryview) -> bytes:
-        hasher = xxhash.xxh3_128(_coordinates(chunk_key, group, head, layer))
+        hasher = xxhash.xxh3_128(coordinates(chunk_key, group, head, layer))
         hasher.update(data)
         return hasher.digest()
 
@@ -61,7 +62,7 @@ class _Blake3:
     key_id: str | None = None
 
     def cell(self, chunk_key: bytes, group: str, head: int, layer: int, data: memoryview) -> bytes:
-        return blake3(_coordinates(chunk_key, group, head, layer)).update(data).digest()
+        return blake3(coordinates(chunk_key, group, head, layer)).update(data).digest()
 
 
 class _KeyedBlake3:
@@ -79,13 +80,13 @@ class _KeyedBlake3:
         raise TypeError("a hasher that holds a secret is not pickled")
 
     def cell(self, chunk_key: bytes, group: str, head: int, layer: int, data: memoryview) -> bytes:
-        hasher = blake3(_coordinates(chunk_key, group, head, layer), key=self._key)
+        hasher = blake3(coordinates(chunk_key, group, head, layer), key=self._key)
         return hasher.update(data).digest()
 
 
 def secret_id(secret: bytes) -> str:
     """16 hex digits that name a secret without revealing it: to tell "other secret" from "damaged"."""
-    return blake3(secret, derive_key_context=_KEY_ID_CONTEXT).digest(_KEY_ID_BYTES).hex()
+    return blake3(secret, derive_key_context=_KEY_ID_CONTEXT).digest(KEY_ID_BYTES).hex()
 
 
 def make_hasher(name: str | None = None, secret: bytes | None = None, key_id: str | None = None) -> CellHasher:

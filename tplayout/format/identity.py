@@ -15,7 +15,7 @@ from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
 from tplayout.format.canonical import canonical_json, parse_json
 from tplayout.format.digest import KEYED, digest_bytes
 from tplayout.format.geometry import Geometry
-from tplayout.format.layout import CODEC_NONE, FORMAT_VERSION, check_codec
+from tplayout.format.layout import CODEC_AES_256_GCM, CODEC_NONE, FORMAT_VERSION, check_codec, is_key_id
 
 MAX_DOCUMENT_BYTES = 4 * 2**20
 ABSENT = "<absent>"
@@ -103,11 +103,20 @@ class Identity:
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """How a namespace's objects are stored; fixed when it is created. key_id: names the secret."""
+    """How a namespace's objects are stored; fixed when it is created.
+
+    key_id: names the secret. encryption_key_id: names the encryption key of the codec aes-256-gcm.
+    """
 
     digest: str
     key_id: str | None = None
     codec: str = CODEC_NONE
+    encryption_key_id: str | None = None
+
+    def to_json(self) -> dict[str, str | None]:
+        """The member `storage` of the document."""
+        facts = {"codec": self.codec, "digest": self.digest, "key_id": self.key_id}
+        return facts if self.encryption_key_id is None else {**facts, "encryption_key_id": self.encryption_key_id}
 
 
 @dataclass(frozen=True)
@@ -121,13 +130,12 @@ class NamespaceDocument:
     def to_bytes(self) -> bytes:
         """Readable JSON; a function of the fields alone. ConfigError for one that no reader would accept."""
         canonical_json(self.model)
-        storage = {"codec": self.storage.codec, "digest": self.storage.digest, "key_id": self.storage.key_id}
         document = {
             "tplayout": FORMAT_VERSION,
             "model": self.model,
             "namespace": self.identity.namespace,
             "identity_digest": self.identity.digest().hex(),
-            "storage": storage,
+            "storage": self.storage.to_json(),
             "identity": self.identity.to_json(),
         }
         data = (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
@@ -137,7 +145,7 @@ class NamespaceDocument:
 
 
 def namespace_document(identity: Identity, storage: Mapping[str, Any], model: str) -> bytes:
-    """Bytes of namespace.json. storage: {"digest": name, "key_id": str or None, "codec": name}."""
+    """Bytes of namespace.json. storage: the fields of `StorageFacts`."""
     return NamespaceDocument(identity, StorageFacts(**storage), model).to_bytes()
 
 
@@ -166,17 +174,23 @@ def parse_namespace_document(data: bytes | memoryview, expected_namespace: str) 
 
 
 def _storage_facts(value: Any) -> StorageFacts:
-    if not isinstance(value, dict) or value.keys() != {"digest", "key_id", "codec"}:
-        _bad("storage must have exactly codec, digest and key_id")
-    digest, key_id, codec = value["digest"], value["key_id"], value["codec"]
+    codec = value.get("codec") if isinstance(value, dict) else None
+    if isinstance(codec, str):
+        check_codec(codec)  # first: another codec may have members of its own
+    names = ["codec", "digest", "key_id", *(["encryption_key_id"] if codec == CODEC_AES_256_GCM else [])]
+    if not isinstance(value, dict) or value.keys() != set(names):
+        _bad(f"storage must have exactly {', '.join(names)}")
+    digest, key_id = value["digest"], value["key_id"]
     if not isinstance(digest, str) or not isinstance(codec, str):
         _bad("storage digest and codec must be text")
-    check_codec(codec)
     digest_bytes(digest)
-    is_id = isinstance(key_id, str) and len(key_id) == 16 and not key_id.strip("0123456789abcdef")
+    is_id = isinstance(key_id, str) and is_key_id(key_id)
     if is_id != (digest == KEYED) or (key_id is not None and not is_id):
         _bad(f"storage key_id is {repr(key_id)[:80]} with digest {digest}")
-    return StorageFacts(digest, key_id, codec)
+    encryption = value.get("encryption_key_id")
+    if codec == CODEC_AES_256_GCM and not (isinstance(encryption, str) and is_key_id(encryption)):
+        _bad(f"storage encryption_key_id is {repr(encryption)[:80]}, must be 16 hex digits")
+    return StorageFacts(digest, key_id, codec, encryption)
 
 
 def _differences(path: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:

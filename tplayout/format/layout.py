@@ -11,7 +11,7 @@ from typing import Any
 
 from tplayout.errors import FormatError, GeometryError, Reason
 from tplayout.format.canonical import canonical_json, parse_json
-from tplayout.format.digest import DIGEST_BYTES, KEYED, digest_bytes
+from tplayout.format.digest import DIGEST_BYTES, KEY_ID_BYTES, KEYED, digest_bytes
 from tplayout.format.geometry import MAX_CHUNK_TOKENS, MAX_GROUPS, Geometry, Group
 from tplayout.format.header import LENGTH_BYTES, MAX_HEADER_BYTES, Header
 from tplayout.format.keys import KEY_BYTES
@@ -21,7 +21,8 @@ FORMAT_VERSION = 1
 ALIGN = 4096
 CODEC_NONE = "none"
 CODEC_SHUFFLE_ZSTD = "shuffle-zstd"
-CODECS = (CODEC_NONE, CODEC_SHUFFLE_ZSTD)
+CODEC_AES_256_GCM = "aes-256-gcm"
+CODECS = (CODEC_NONE, CODEC_SHUFFLE_ZSTD, CODEC_AES_256_GCM)
 MERGE_GAP = 65536  # reading this many unwanted bytes is cheaper than another request
 _TOKEN_BYTES = 4
 
@@ -172,9 +173,12 @@ def stated_layout(header: Header) -> tuple[ChunkLayout, str]:
     if digest is not None:
         digest_bytes(digest)
     key_id = ["key_id"] if digest == KEYED else []
-    names = ["tplayout", "chunk_tokens", "codec", "digest", "group", "group_index", *key_id]
+    encryption = ["encryption_key_id"] if codec == CODEC_AES_256_GCM else []
+    names = ["tplayout", "chunk_tokens", "codec", "digest", "group", "group_index", *key_id, *encryption]
     if fields.keys() != set(names):
         raise FormatError(Reason.BAD_METADATA, f"fields {sorted(fields)}, must be {sorted(names)}"[:400])
+    if encryption and not is_key_id(fields["encryption_key_id"]):
+        raise FormatError(Reason.BAD_METADATA, f"encryption_key_id is {fields['encryption_key_id'][:40]!r}")
     try:
         group = Group.from_json(parse_json(fields["group"].encode("utf-8"), MAX_HEADER_BYTES))
         chunk_tokens = _decimal(fields["chunk_tokens"], 1, MAX_CHUNK_TOKENS)
@@ -182,6 +186,11 @@ def stated_layout(header: Header) -> tuple[ChunkLayout, str]:
         return _layout(group, index, chunk_tokens, fields["digest"], fields.get("key_id")), fields["codec"]
     except (GeometryError, FormatError, UnicodeEncodeError) as error:
         raise FormatError(Reason.BAD_METADATA, str(error)[:400]) from None
+
+
+def is_key_id(text: str) -> bool:
+    """Whether it can name a secret or an encryption key: 16 hex digits."""
+    return len(text) == 2 * KEY_ID_BYTES and not text.strip("0123456789abcdef")
 
 
 def check_codec(name: str) -> None:
@@ -202,7 +211,7 @@ def _layout(group: Group, group_index: int, chunk_tokens: int, digest_name: str,
     size = digest_bytes(digest_name)
     if (key_id is not None) != (digest_name == KEYED):
         raise GeometryError(f"digest {digest_name} with key id {key_id!r}: {KEYED} has one, others none")
-    if key_id is not None and (len(key_id) != 16 or key_id.strip("0123456789abcdef")):
+    if key_id is not None and not is_key_id(key_id):
         raise GeometryError(f"key id {key_id[:40]!r} is not 16 hex digits")
     metadata = metadata_of(group, group_index, chunk_tokens, digest_name, key_id, CODEC_NONE)
     info = _align(_TOKEN_BYTES * chunk_tokens + 2 * KEY_BYTES)

@@ -1,0 +1,436 @@
+"""Encrypted chunk objects: what the codec aes-256-gcm stores instead of a plain object's bytes.
+
+Each cell is sealed by itself, under a key that this object alone has, with its place as associated data; so are the
+ids together with the digests of the plain cells. Beside each lies a digest of what is stored, for who has no key.
+The cipher and the salt are given: this module computes only.
+"""
+
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+from blake3 import blake3
+
+from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
+from tplayout.format.chunk import Buffer, stated_fault, tensor_fault
+from tplayout.format.digest import KEY_ID_BYTES, CellHasher, coordinates
+from tplayout.format.header import parse_header
+from tplayout.format.layout import CODEC_AES_256_GCM, ChunkLayout, encode_header, metadata_of, stated_layout
+
+ENCRYPTION_KEY_BYTES = 32
+SALT_BYTES = 32
+TAG_BYTES = 16
+MAX_SEALED_BYTES = 2**31 - 1  # that ciphers' libraries take at a time
+
+_NONCE_BYTES = 12
+_IDS = 2**32 - 1  # head and layer of the sealed ids: no cell has them
+_STORED = 2**31  # added to the layer in digests of stored bytes: no plain cell has it
+_OBJECT_CONTEXT = "tplayout 1 object encryption"
+_KEY_ID_CONTEXT = "tplayout 1 encryption key id"
+
+
+class Aead(Protocol):
+    """Authenticated encryption under one object's key; the tag is behind what is sealed."""
+
+    def seal(self, nonce: bytes, data: Buffer, associated: bytes) -> bytes:
+        """The data encrypted, and the tag."""
+        ...
+
+    def open(self, nonce: bytes, stored: Buffer, associated: bytes) -> bytes:
+        """The data. FormatError bad-tag unless it was sealed under this key with this nonce and associated data."""
+        ...
+
+
+Cipher = Callable[[bytes], Aead]  # an object's key, 32 bytes -> what seals and opens under it
+
+
+class EncryptionKey:
+    """A key, and the id that names it. It shows in no text, and is not pickled."""
+
+    def __init__(self, key: bytes) -> None:
+        """key: 32 random bytes. ConfigError for another length."""
+        if len(key) != ENCRYPTION_KEY_BYTES:
+            raise ConfigError(f"encryption key of {len(key)} bytes, must have {ENCRYPTION_KEY_BYTES}")
+        self._key = key
+        self.id = blake3(key, derive_key_context=_KEY_ID_CONTEXT).digest(KEY_ID_BYTES).hex()
+
+    @classmethod
+    def parse(cls, text: bytes, source: str) -> "EncryptionKey":
+        """From 64 hex digits. source: where they come from, for the ConfigError that other text is."""
+        try:
+            digits = text.strip().decode("ascii")
+            if len(digits) == 2 * ENCRYPTION_KEY_BYTES and digits.isalnum():
+                return cls(bytes.fromhex(digits))
+        except ValueError:
+            pass
+        raise ConfigError(f"{source} holds no encryption key, which is 64 hex digits (make one: openssl rand -hex 32)")
+
+    def __repr__(self) -> str:
+        return f"<encryption key {self.id}>"
+
+    def __reduce__(self) -> str:
+        raise TypeError("an encryption key is not pickled")
+
+    def reveal(self) -> str:
+        """The key itself, 64 hex digits: for the pipe to an I/O process only."""
+        return self._key.hex()
+
+    def of_object(self, salt: bytes, chunk_key: bytes, group_index: int) -> bytes:
+        """The key that one object is sealed under, 32 bytes."""
+        material = self._key + salt + chunk_key + struct.pack("<I", group_index)
+        return blake3(material, derive_key_context=_OBJECT_CONTEXT).digest()
+
+
+@dataclass(frozen=True)
+class EncryptedLayout:
+    """Where everything is in an encrypted object: known before a byte of it is read.
+
+    plain: of the object that is sealed. key_id: of the encryption key. info_bytes: header, salt and sealed ids; the
+    heads follow. nbytes: of the whole object.
+    """
+
+    plain: ChunkLayout
+    key_id: str
+    ids_bytes: int
+    header: bytes = field(repr=False)
+
+    @property
+    def salt_range(self) -> range:
+        """The object's salt."""
+        return range(len(self.header), len(self.header) + SALT_BYTES)
+
+    @property
+    def ids_digest_range(self) -> range:
+        """Digest of the sealed ids."""
+        return range(self.salt_range.stop, self.salt_range.stop + self.plain.digest_size)
+
+    @property
+    def ids_range(self) -> range:
+        """Tokens, parent, extras and the digests of all plain cells, sealed."""
+        return range(self.ids_digest_range.stop, self.ids_digest_range.stop + self.ids_bytes + TAG_BYTES)
+
+    @property
+    def info_bytes(self) -> int:
+        """Everything before the first head."""
+        return self.ids_range.stop
+
+    @property
+    def layers(self) -> int:
+        """Of the group."""
+        return len(self.plain.group.layers)
+
+    @property
+    def cells(self) -> int:
+        """Of the object: head by head, the layers of each."""
+        return self.plain.group.heads * self.layers
+
+    @property
+    def sealed_bytes(self) -> int:
+        """Of one cell."""
+        return self.plain.cell_bytes + TAG_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole object."""
+        return self.info_bytes + self.cells * (self.plain.digest_size + self.sealed_bytes)
+
+    def _head(self, head: int) -> int:
+        return self.info_bytes + head * self.layers * (self.plain.digest_size + self.sealed_bytes)
+
+    def digest_range(self, cell: int) -> range:
+        """Digest of a sealed cell."""
+        head, position = divmod(cell, self.layers)
+        start = self._head(head) + position * self.plain.digest_size
+        return range(start, start + self.plain.digest_size)
+
+    def sealed_range(self, cell: int) -> range:
+        """A sealed cell."""
+        head, position = divmod(cell, self.layers)
+        start = self._head(head) + self.layers * self.plain.digest_size + position * self.sealed_bytes
+        return range(start, start + self.sealed_bytes)
+
+    def place(self, cell: int) -> range:
+        """Where a cell is in the plain object."""
+        return self.plain.cell_range(*divmod(cell, self.layers))
+
+    def coordinates(self, cell: int) -> tuple[int, int]:
+        """Head and the model's number of the layer."""
+        head, position = divmod(cell, self.layers)
+        return head, self.plain.group.layers[position]
+
+
+@lru_cache(maxsize=256)
+def encrypted_layout(layout: ChunkLayout, key_id: str) -> EncryptedLayout:
+    """The layout of a group's encrypted objects. key_id: of the encryption key.
+
+    GeometryError if the header would exceed its cap, or a cell is more than ciphers take at a time.
+    """
+    if layout.cell_bytes + TAG_BYTES > MAX_SEALED_BYTES:
+        raise GeometryError(f"cells of {layout.cell_bytes} bytes are too large to be encrypted: use smaller chunks")
+    cells = layout.group.heads * len(layout.group.layers)
+    ids = layout.extras_range.stop - layout.tokens_range.start + cells * layout.digest_size
+    return EncryptedLayout(layout, key_id, ids, _encode(layout, key_id, ids))
+
+
+def encrypt(
+    plain: Buffer,
+    layout: EncryptedLayout,
+    chunk_key: bytes,
+    key: EncryptionKey,
+    salt: bytes,
+    hasher: CellHasher,
+    cipher: Cipher,
+) -> bytearray:
+    """The bytes that are stored for a sealed plain object. salt: random, and used once. hasher: of the namespace.
+
+    chunk_key: that of its name. Raises FormatError bad-header if it is no object of this layout; that it is sound is
+    for others to check.
+    """
+    view = memoryview(plain).cast("B")
+    if len(view) != layout.plain.nbytes or view[: layout.plain.data_start] != layout.plain.header:
+        raise FormatError(Reason.BAD_HEADER, "not the plain object of this group")
+    name = layout.plain.group.name
+    aead = cipher(key.of_object(salt, chunk_key, layout.plain.group_index))
+    out = memoryview(bytearray(layout.nbytes))
+    out[: len(layout.header)] = layout.header
+    out[_cut(layout.salt_range)] = salt
+    ids = b"".join([bytes(view[_cut(_plain_ids(layout))]), *(view[_cut(span)] for span in _tables(layout))])
+    out[_cut(layout.ids_range)] = aead.seal(_nonce(0), ids, coordinates(chunk_key, name, _IDS, _IDS))
+    for cell in range(layout.cells):
+        where = coordinates(chunk_key, name, *layout.coordinates(cell))
+        out[_cut(layout.sealed_range(cell))] = aead.seal(_nonce(1 + cell), view[_cut(layout.place(cell))], where)
+    for digest, sealed, head, layer in _pieces(layout):
+        out[_cut(digest)] = hasher.cell(chunk_key, name, head, layer, out[_cut(sealed)])
+    result = out.obj
+    assert isinstance(result, bytearray)
+    return result
+
+
+def check_stored(stored: Buffer, layout: EncryptedLayout, chunk_key: bytes, hasher: CellHasher | None) -> None:
+    """Whether every stored byte is as it was written, as far as that can be told without the key.
+
+    hasher: of the namespace; None where its secret is not at hand: then header and size only. Raises FormatError.
+    """
+    view = memoryview(stored).cast("B")
+    check_info(view, len(view), layout)
+    if hasher is None:
+        return
+    name = layout.plain.group.name
+    for digest, sealed, head, layer in _pieces(layout):
+        if view[_cut(digest)] != hasher.cell(chunk_key, name, head, layer, view[_cut(sealed)]):
+            what = "the ids" if head == _IDS else f"head {head}, layer {layer - _STORED}"
+            raise FormatError(Reason.DIGEST_MISMATCH, f"group {name!r}, {what}, as they are stored")
+
+
+def check_info(head: Buffer, file_size: int, layout: EncryptedLayout) -> None:
+    """Whether header and size are right. head: the first layout.info_bytes, or more; fewer if it is shorter."""
+    view = memoryview(head).cast("B")
+    if bytes(view[: len(layout.header)]) != layout.header:
+        raise _header_fault(view, file_size, layout)
+    if file_size != layout.nbytes:
+        reason = Reason.TRUNCATED if file_size < layout.nbytes else Reason.TRAILING
+        raise FormatError(reason, f"{file_size} bytes, must be {layout.nbytes}")
+
+
+def decrypt(
+    stored: Buffer,
+    layout: EncryptedLayout,
+    chunk_key: bytes,
+    key: EncryptionKey,
+    hasher: CellHasher | None,
+    cipher: Cipher,
+    out: memoryview | None = None,
+) -> memoryview:
+    """The plain object of an encrypted one; every stored byte is accounted for, the plain object is not verified.
+
+    chunk_key: that of its name. hasher: see `check_stored`. out: memory for it, at least plain.nbytes; undefined after
+    an error. Raises FormatError with a reason.
+    """
+    view = memoryview(stored).cast("B")
+    check_stored(view, layout, chunk_key, hasher)
+    opener = _Opener(view, layout, chunk_key, key, cipher)
+    nbytes = layout.plain.nbytes
+    plain = memoryview(bytearray(nbytes)) if out is None else memoryview(out).cast("B")[:nbytes]
+    for start, data in opener.beginning():
+        plain[start : start + len(data)] = data
+    for pad in layout.plain.pads():
+        plain[_cut(pad)] = bytes(len(pad))
+    for cell in range(layout.cells):
+        plain[_cut(layout.place(cell))] = opener.cell(cell, view[_cut(layout.sealed_range(cell))])
+    return plain
+
+
+def plain_beginning(
+    head: Buffer, layout: EncryptedLayout, chunk_key: bytes, key: EncryptionKey, cipher: Cipher
+) -> memoryview:
+    """The plain object's header, tokens, parent, extras and padding. head: the first layout.info_bytes, checked."""
+    plain = memoryview(bytearray(layout.plain.sections))
+    for start, data in _Opener(memoryview(head).cast("B"), layout, chunk_key, key, cipher).beginning():
+        if start < len(plain):
+            plain[start : start + len(data)] = data
+    return plain
+
+
+def plain_range(
+    span: range,
+    layout: EncryptedLayout,
+    chunk_key: bytes,
+    key: EncryptionKey,
+    cipher: Cipher,
+    read: Callable[[int, int], bytes],
+) -> bytes:
+    """Bytes of the plain object, from the salt, the ids and those cells alone that are in it.
+
+    read: start and length in the encrypted object -> its bytes. Raises FormatError for what was not sealed there under
+    this key.
+    """
+    opener = _Opener(memoryview(read(0, layout.info_bytes)), layout, chunk_key, key, cipher)
+    plain = bytearray(len(span))
+
+    def paste(start: int, data: Buffer) -> None:
+        first, last = max(start, span.start), min(start + len(data), span.stop)
+        if first < last:
+            plain[first - span.start : last - span.start] = data[first - start : last - start]
+
+    for start, data in opener.beginning():
+        paste(start, data)
+    wanted = [cell for cell in range(layout.cells) if _overlap(layout.place(cell), span)]
+    if wanted:
+        first = layout.sealed_range(wanted[0]).start
+        sealed = memoryview(read(first, layout.sealed_range(wanted[-1]).stop - first))
+        for cell in wanted:
+            own = layout.sealed_range(cell)
+            paste(layout.place(cell).start, opener.cell(cell, sealed[own.start - first : own.stop - first]))
+    return bytes(plain)
+
+
+def salvage(
+    stored: Buffer, layout: EncryptedLayout, chunk_key: bytes, key: EncryptionKey, cipher: Cipher
+) -> memoryview:
+    """As much of the plain object as a damaged encrypted one gives, for who looks at it; lost cells are zeros.
+
+    Raises FormatError truncated or bad-tag if not even its ids can be opened.
+    """
+    view = memoryview(stored).cast("B")
+    if len(view) < layout.info_bytes:
+        raise FormatError(Reason.TRUNCATED, f"{len(view)} bytes, header and ids have {layout.info_bytes}")
+    opener = _Opener(view, layout, chunk_key, key, cipher)
+    plain = memoryview(bytearray(layout.plain.nbytes))
+    for start, data in opener.beginning():
+        plain[start : start + len(data)] = data
+    for cell in range(layout.cells):
+        with suppress(FormatError):
+            plain[_cut(layout.place(cell))] = opener.cell(cell, view[_cut(layout.sealed_range(cell))])
+    return plain
+
+
+class _Opener:
+    """Opens what one object holds. Its ids are opened at once: FormatError bad-tag if they are not of this key."""
+
+    def __init__(
+        self, info: memoryview, layout: EncryptedLayout, chunk_key: bytes, key: EncryptionKey, cipher: Cipher
+    ) -> None:
+        """info: the first layout.info_bytes, or more."""
+        self._layout = layout
+        self._chunk_key = chunk_key
+        salt = bytes(info[_cut(layout.salt_range)])
+        self._aead = cipher(key.of_object(salt, chunk_key, layout.plain.group_index))
+        self._ids = memoryview(self._open(0, info[_cut(layout.ids_range)], _IDS, _IDS))
+
+    def cell(self, cell: int, sealed: memoryview) -> bytes:
+        """One plain cell. FormatError truncated, bad-tag."""
+        if len(sealed) != self._layout.sealed_bytes:
+            raise FormatError(Reason.TRUNCATED, f"{len(sealed)} bytes of a cell of {self._layout.sealed_bytes}")
+        return self._open(1 + cell, sealed, *self._layout.coordinates(cell))
+
+    def beginning(self) -> Iterator[tuple[int, Buffer]]:
+        """(offset in the plain object, bytes) of everything but cells and padding."""
+        yield 0, self._layout.plain.header
+        at = 0
+        for span in (_plain_ids(self._layout), *_tables(self._layout)):
+            yield span.start, self._ids[at : at + len(span)]
+            at += len(span)
+
+    def _open(self, number: int, sealed: Buffer, head: int, layer: int) -> bytes:
+        where = coordinates(self._chunk_key, self._layout.plain.group.name, head, layer)
+        try:
+            return self._aead.open(_nonce(number), sealed, where)
+        except FormatError as error:
+            what = "the ids" if head == _IDS else f"head {head}, layer {layer}"
+            raise FormatError(
+                error.reason, f"group {self._layout.plain.group.name!r}, {what}: {error.detail}"
+            ) from None
+
+
+def _plain_ids(layout: EncryptedLayout) -> range:
+    """Tokens, parent and extras in the plain object."""
+    return range(layout.plain.tokens_range.start, layout.plain.extras_range.stop)
+
+
+def _tables(layout: EncryptedLayout) -> Iterator[range]:
+    """Each head's digests in the plain object."""
+    for head in range(layout.plain.group.heads):
+        yield layout.plain.digests_range(head, range(layout.layers))
+
+
+def _pieces(layout: EncryptedLayout) -> Iterator[tuple[range, range, int, int]]:
+    """Of the ids and of each cell: where its digest is, where it is, head and layer that the digest covers."""
+    yield layout.ids_digest_range, layout.ids_range, _IDS, _IDS
+    for cell in range(layout.cells):
+        head, layer = layout.coordinates(cell)
+        yield layout.digest_range(cell), layout.sealed_range(cell), head, layer + _STORED
+
+
+def _nonce(number: int) -> bytes:
+    """Unique within an object, whose key no other object has."""
+    return number.to_bytes(_NONCE_BYTES, "little")
+
+
+def _header_fault(view: memoryview, file_size: int, layout: EncryptedLayout) -> FormatError:
+    """Why the beginning is not that of an encrypted object of this layout. Returns, or raises, the error."""
+    header = parse_header(view, file_size)
+    theirs, codec = stated_layout(header)
+    if codec != CODEC_AES_256_GCM:
+        return FormatError(Reason.WRONG_CODEC, f"codec is {codec}, must be {CODEC_AES_256_GCM}")
+    fault = stated_fault(theirs, layout.plain)
+    if fault is not None:
+        return fault
+    stated = header.metadata["encryption_key_id"]
+    if stated != layout.key_id:
+        return FormatError(Reason.WRONG_ENCRYPTION_KEY, f"encrypted with {stated}, must be {layout.key_id}")
+    return tensor_fault(header, parse_header(layout.header, layout.nbytes))
+
+
+def _encode(layout: ChunkLayout, key_id: str, ids_bytes: int) -> bytes:
+    """The header of an encrypted object."""
+    layers, sealed = len(layout.group.layers), layout.cell_bytes + TAG_BYTES
+    entries: dict[str, Any] = {}
+    offset = 0
+
+    def add(name: str, *shape: int) -> None:
+        nonlocal offset
+        end = offset + (shape[0] * shape[1] if len(shape) == 2 else shape[0])
+        entries[name] = {"dtype": "U8", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+
+    add("salt", SALT_BYTES)
+    add("digest", layout.digest_size)
+    add("ids", ids_bytes + TAG_BYTES)
+    for head in range(layout.group.heads):
+        add(f"h{head}.digests", layers, layout.digest_size)
+        add(f"h{head}.sealed", layers, sealed)
+    metadata = metadata_of(
+        layout.group, layout.group_index, layout.chunk_tokens, layout.digest_name, layout.key_id, CODEC_AES_256_GCM
+    )
+    return encode_header({**metadata, "encryption_key_id": key_id}, entries)
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def _cut(span: range) -> slice:
+    return slice(span.start, span.stop)
