@@ -7,16 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.shapes import Shapes
 from tplayout.admin.convert import target_namespace
 from tplayout.admin.namespaces import OpenNamespace
 from tplayout.admin.transfer import store_prefix
-from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity
 from tplayout.format.keys import Extras, chain
 from tplayout.storage.base import Store
 from tplayout.storage.url import open_store
 
-KV = (Part("k", 8), Part("v", 8))
 TOKENS = list(range(100, 120))  # five chunks of four
 
 
@@ -46,20 +45,11 @@ def bits_of(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
     return cast.view(f"u{cast.itemsize}")
 
 
-class Kit:
+class Kit(Shapes):
     """What tests build namespaces from."""
 
     TOKENS = TOKENS
     Whole = Whole
-
-    @staticmethod
-    def group(name: str = "full", kind: Any = "full", dtype: str = "F16", heads: int = 4, **fields: Any) -> Group:
-        return Group(name, kind, fields.pop("layers", (0, 1, 2)), heads, fields.pop("parts", KV), dtype, **fields)
-
-    @staticmethod
-    def identity(*groups: Group, chunk_tokens: int = 4, weights: str = "files:00") -> Identity:
-        groups = groups or (Kit.group(),)
-        return Identity(weights, {"rope_theta": 10000.0}, "float16", None, Geometry(chunk_tokens, groups))
 
     @staticmethod
     def fill(

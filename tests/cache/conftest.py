@@ -7,29 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.shapes import Shapes
 from tplayout.cache import Cache
-from tplayout.format.geometry import Geometry, Group, Part
+from tplayout.format.geometry import Group
 from tplayout.format.identity import Identity
 from tplayout.format.sharding import Shard, shard_of, writes
 from tplayout.storage.base import Store
 from tplayout.storage.url import open_store
 
-KV = (Part("k", 8), Part("v", 8))
 TOKENS = list(range(100, 123))  # five chunks of four, and three tokens more
 
 
-class Kit:
+class Kit(Shapes):
     """What tests build caches and KV from."""
 
     TOKENS = TOKENS
-
-    @staticmethod
-    def group(name: str = "full", kind: Any = "full", dtype: str = "F16", heads: int = 4, **fields: Any) -> Group:
-        return Group(name, kind, fields.pop("layers", (0, 1, 2)), heads, fields.pop("parts", KV), dtype, **fields)
-
-    @staticmethod
-    def identity(*groups: Group, chunk_tokens: int = 4, weights: str = "files:00") -> Identity:
-        return Identity(weights, {"rope_theta": 10000.0}, "float16", None, Geometry(chunk_tokens, groups))
 
     @staticmethod
     def kv(group: Group, chunk_tokens: int = 4, seed: int = 0) -> np.ndarray[Any, Any]:
