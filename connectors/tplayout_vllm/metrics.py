@@ -23,6 +23,7 @@ COUNTERS = {
     "saves": "Chunks written to the store.",
     "save_bytes": "Bytes written to the store.",
     "save_seconds": "Seconds spent digesting and writing, summed over parallel writes.",
+    "evictions": "Chunks removed from the store to keep it below max_bytes.",
     "verification_failures": "Chunks found damaged, misnamed or foreign; they were not used.",
     "io_restarts": "I/O processes that died and were replaced.",
     "load_copy_bytes": "Bytes copied from host memory into KV pages, summed over ranks.",

@@ -83,6 +83,7 @@ def open_scheduler_side(
         url=options.url,
         storage_options=options.storage_options,
         timeout_s=options.store_timeout,
+        max_bytes=options.max_bytes or 0,
         namespace=identity.digest(),
         document=document,
         agreed=agreed,
@@ -95,6 +96,12 @@ def open_scheduler_side(
         io_processes=io_processes(options.io_processes),
         load_deadline_s=options.load_deadline,
     )
+    stored_bytes = sum(layout.nbytes for layout in plan.layouts)
+    if 0 < plan.max_bytes < stored_bytes:
+        raise ConfigError(
+            f"kv_connector_extra_config: 'max_bytes' {_size(plan.max_bytes)} is less than one chunk of this model, "
+            f"{_size(stored_bytes)}; raise it, or lower 'chunk_tokens'"
+        )
     slot_bytes = RegionPlan(1, tuple(layout.nbytes for layout in plan.layouts), writers).slot_bytes
     slots = staging_slots(options.staging_bytes, slot_bytes, Engines.of(parallel))
     try:

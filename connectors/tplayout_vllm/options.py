@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tplayout.errors import ConfigError
-from tplayout.storage.url import absolute_url
+from tplayout.storage.url import NOT_LOCAL, absolute_url
 
 SECRET_ENV = "TPLAYOUT_SECRET_KEY"
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
@@ -38,6 +38,7 @@ class Options:
 
     url:               where chunks live: file:///dir, s3://bucket/prefix, or any fsspec URL.
     storage_options:   passed to the store's file system (fsspec's own names), may hold credentials.
+    max_bytes:         what all files of a local store may have together; None: no limit.
     chunk_tokens:      tokens a stored chunk; servers share only chunks of one size. None: the model's default.
     staging_bytes:     host memory for chunks on their way; None: sized from the machine.
     io_processes:      processes that read, write and verify; None: sized from the machine.
@@ -51,6 +52,7 @@ class Options:
 
     url: str
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    max_bytes: int | None = None
     chunk_tokens: int | None = None
     staging_bytes: int | None = None
     io_processes: int | None = None
@@ -65,6 +67,7 @@ class Options:
 _NAMES = (
     "url",
     "storage_options",
+    "max_bytes",
     "chunk_tokens",
     "staging_bytes",
     "io_processes",
@@ -88,9 +91,12 @@ def parse_options(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     if not isinstance(url, str) or not url.strip():
         raise _wrong("url", "is required: where to keep KV, for example file:///var/cache/kv or s3://bucket/prefix")
     try:
-        absolute_url(url)  # not what it returns: where that is, is said at start
+        local = absolute_url(url).startswith("file://")  # where that is, is said at start
     except ConfigError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from None
+    max_bytes = _size(extra, "max_bytes")
+    if max_bytes is not None and not local:
+        raise ConfigError(f"kv_connector_extra_config: {NOT_LOCAL}")
     storage = extra.get("storage_options", {})
     if not isinstance(storage, Mapping):
         # Not what it is: that would be credentials.
@@ -98,6 +104,7 @@ def parse_options(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     return Options(
         url=url,
         storage_options=dict(storage),
+        max_bytes=max_bytes,
         chunk_tokens=_integer(extra, "chunk_tokens", None, 16, 65536),
         staging_bytes=_size(extra, "staging_bytes"),
         io_processes=_integer(extra, "io_processes", None, 1, 64),

@@ -26,7 +26,7 @@ from tplayout.staging.protocol import (
 )
 
 CONFIG = Config(
-    url="file:///x", storage_options={"key": "AKIA", "secret": "s3cr3t"}, timeout_s=3.0, secret="ab" * 16,
+    url="file:///x", storage_options={"key": "AKIA", "secret": "s3cr3t"}, timeout_s=3.0, max_bytes=0, secret="ab" * 16,
     namespace="00" * 32, geometry={"groups": []}, digest="xxh3-128", document="", agreed=False, codec="none",
     region_bytes=1, region_token="t", load_threads=1, save_threads=1, save_wait_s=1.5, drain_s=2.0,
 )  # fmt: skip
@@ -42,7 +42,7 @@ messages = st.one_of(
     st.builds(Hello, numbers),
     st.builds(Loaded, numbers, st.text(), groups, st.text(), st.text(), numbers, seconds),
     st.builds(Sealed, numbers),
-    st.builds(Saved, numbers, st.text(), groups, st.text(), st.text(), numbers, seconds),
+    st.builds(Saved, numbers, st.text(), groups, st.text(), st.text(), numbers, seconds, numbers),
     st.builds(Probed, numbers, st.text(), st.text()),
     st.builds(Stuck, st.text()),
     st.builds(Note, st.text(), st.text()),

@@ -16,7 +16,7 @@ import torch
 from sim_engine import SimEngine
 from sim_store import Sim
 
-from tplayout.errors import Unavailable
+from tplayout.errors import ConfigError, Unavailable
 from tplayout.staging.stager import Stager
 
 FAULTY = Path(__file__).parent.parent / "staging" / "faulty_io_process.py"
@@ -251,6 +251,28 @@ def test_a_full_or_forbidden_store_saves_nothing_and_serves(sim: Sim, store_faul
     assert sim.check_store() == 0
     assert engine.stager.snapshot()["save_errors"] == {"full": 3}  # and no more were tried
     assert engine.stats("save-store-full", "skips") == 6
+
+
+def test_a_store_under_a_limit_keeps_what_was_used_last_and_answers_stay_right(sim: Sim) -> None:
+    size = sim.engine().stager.plan.layouts[0].nbytes
+    limit = 10 * size
+    engine = sim.engine(caching=False, options={"max_bytes": limit})
+    for seed in (30, 31, 30, 32, 30, 33):
+        engine.run(sim.text(seed), 200, 3)  # three chunks each
+        engine.connector.reset_cache()  # what is read from memory is not noted as used
+        assert sum(path.stat().st_size for path in sim.store.rglob("*") if path.is_file()) <= limit + 4096
+    assert sim.stored(sim.text(30), 192) == [True] * 3
+    assert sim.stored(sim.text(33), 192) == [True] * 3
+    assert sim.check_store() == 9
+    engine.step()
+    assert engine.stats("evictions") == 3
+
+
+def test_a_limit_of_less_than_a_chunk_is_refused(sim: Sim) -> None:
+    with pytest.raises(
+        ConfigError, match=r"'max_bytes' 1 KiB is less than one chunk of this model, .* lower 'chunk_tokens'"
+    ):
+        sim.engine(options={"max_bytes": "1KiB"})
 
 
 def test_a_store_that_turns_out_to_be_kept_in_another_way_is_left_alone(

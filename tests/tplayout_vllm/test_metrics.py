@@ -22,6 +22,7 @@ NAMES = {
     "vllm:tplayout_save_bytes_total",
     "vllm:tplayout_save_seconds_total",
     "vllm:tplayout_verification_failures_total",
+    "vllm:tplayout_evictions_total",
     "vllm:tplayout_io_restarts_total",
     "vllm:tplayout_load_copy_bytes_total",
     "vllm:tplayout_load_copy_seconds_total",

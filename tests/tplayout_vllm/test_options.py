@@ -34,6 +34,8 @@ def test_defaults() -> None:
         ({"chunk_tokens": "256"}, r"'chunk_tokens' must be a whole number"),
         ({"staging_bytes": "lots"}, r"'staging_bytes' must be a number of bytes"),
         ({"staging_bytes": -5}, r"'staging_bytes' must be a number of bytes"),
+        ({"max_bytes": "lots"}, r"'max_bytes' must be a number of bytes"),
+        ({"max_bytes": 1, "url": "s3://bucket/p"}, r"max_bytes holds for file:// stores only: leave it out, and bound"),
         ({"load_deadline_ms": 1.5}, r"'load_deadline_ms' must be a whole number"),
         ({"strict": "yes"}, r"'strict' must be true or false"),
         ({"storage_options": "a=b"}, r"'storage_options' must be an object"),
@@ -55,7 +57,8 @@ def test_wrong_options_are_named(extra: dict[str, Any], said: str) -> None:
     ("text", "nbytes"), [("8GiB", 8 * 2**30), ("1.5 MiB", 3 * 2**19), (4096, 4096), ("2GB", 2 * 10**9)]
 )
 def test_sizes(text: Any, nbytes: int) -> None:
-    assert parse(staging_bytes=text).staging_bytes == nbytes
+    assert parse(staging_bytes=text, max_bytes=text).staging_bytes == nbytes
+    assert parse(staging_bytes=text, max_bytes=text).max_bytes == nbytes
 
 
 def test_secret_comes_from_a_file_or_the_environment_and_is_never_shown(tmp_path: Path) -> None:

@@ -12,15 +12,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tplayout.cache.namespace import OF_OTHERS, check_document, fetch_document
-from tplayout.errors import FormatError, NamespaceMismatch, NotFound, Reason, StorageError, StorageErrorKind
+from tplayout.errors import (
+    FormatError,
+    NamespaceMismatch,
+    NotFound,
+    OverLimit,
+    Reason,
+    StorageError,
+    StorageErrorKind,
+)
 from tplayout.format.chunk import ChunkLayout, read_chunk_id, verify, write_digests
 from tplayout.format.digest import CellHasher
-from tplayout.format.keys import namespace_object, object_name
+from tplayout.format.keys import ROOT, namespace_object, object_name
+from tplayout.staging.eviction import Evictor
 from tplayout.staging.protocol import NAMESPACE_DIFFERS, Load, Loaded, Probe, Probed, Save, Saved
 from tplayout.staging.region import Region
-from tplayout.storage.base import Store
+from tplayout.storage.base import Buffer, Store
 
 _TOUCH_S = 1.0
+_ROOM_TRIES = 3
 _DOCUMENT_S = 60.0  # between looks at namespace.json
 _WRITTEN_S = 5.0  # the same, once we have written it
 _WAY_OUT = "restart this server, which takes over how the namespace is kept, or says what to change"
@@ -31,7 +41,7 @@ _REMOVE = "remove that file, it is written anew then"
 class Bench:
     """The fixed things of every job. namespace: 32 bytes; document, agreed: as in `StagingPlan`.
 
-    store: as one that holds plain objects, whatever their codec (`cache.packing`).
+    store: as one that holds plain objects, whatever their codec (`cache.packing`). evictor: where it has a limit.
     """
 
     store: Store
@@ -41,11 +51,22 @@ class Bench:
     namespace: bytes
     document: bytes
     agreed: bool = False
+    evictor: Evictor | None = None
 
     @property
     def namespace_name(self) -> str:
         """The namespace's directory in the store."""
         return self.namespace.hex()[:32]
+
+    def put(self, name: str, data: Buffer, key: bytes = b"", parent: bytes = ROOT) -> None:
+        """Put an object, and make room for it first if that must be. key, parent: of a chunk. Raises StorageError."""
+        for _ in range(_ROOM_TRIES):  # what one makes room for, another may take
+            try:
+                return self.store.put(name, data)
+            except OverLimit as error:
+                if self.evictor is None or not self.evictor.make_room(error.nbytes, key, parent):
+                    raise
+        self.store.put(name, data)
 
 
 class NamespaceCheck:
@@ -176,7 +197,9 @@ class Publisher:
             _note_use(self._bench.store, [self._name(job, group) for group in stored])
             for group in missing:
                 view = self._bench.region.slot(job.slot, group)
-                self._bench.store.put(self._name(job, group), view)
+                span = self._bench.layouts[group].parent_range
+                parent = bytes(view[span.start : span.stop])
+                self._bench.put(self._name(job, group), view, bytes.fromhex(job.key), parent)
                 written += len(view)
                 stored.append(group)
         except StorageError as error:
@@ -184,7 +207,8 @@ class Publisher:
         except (FormatError, NamespaceMismatch) as error:
             damaged = isinstance(error, FormatError) and error.reason not in OF_OTHERS
             outcome, kind, detail = "error", NAMESPACE_DIFFERS, f"{error}; {_REMOVE if damaged else _WAY_OUT}"
-        return Saved(job.job, outcome, tuple(stored), kind, detail, written, time.monotonic() - started)
+        evicted = 0 if self._bench.evictor is None else self._bench.evictor.take_count()
+        return Saved(job.job, outcome, tuple(stored), kind, detail, written, time.monotonic() - started, evicted)
 
     def _name(self, job: Save, group: int) -> str:
         return object_name(self._bench.namespace_name, bytes.fromhex(job.key), group)
@@ -223,7 +247,7 @@ class Publisher:
 
     def _write_document(self) -> None:
         self._ours = True
-        self._bench.store.put(namespace_object(self._bench.namespace_name), self._bench.document)
+        self._bench.put(namespace_object(self._bench.namespace_name), self._bench.document)
         # Another server may be writing its own at this moment, and the last one counts: look again soon.
         self._document_at = self._clock() - _DOCUMENT_S + _WRITTEN_S
 

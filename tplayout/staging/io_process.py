@@ -28,6 +28,7 @@ from tplayout.format.chunk import chunk_layout
 from tplayout.format.digest import make_hasher
 from tplayout.format.geometry import Geometry
 from tplayout.staging import io_jobs
+from tplayout.staging.eviction import Evictor, Opened
 from tplayout.staging.priority import prefer
 from tplayout.staging.protocol import (
     Cancel,
@@ -49,6 +50,7 @@ from tplayout.staging.protocol import (
     encode,
 )
 from tplayout.staging.region import Region
+from tplayout.storage.capped import CappedStore
 from tplayout.storage.url import open_store
 
 _MARKS_S = 0.003  # between looks at the marks of pending saves
@@ -270,15 +272,19 @@ def open_bench(config: Config, region_fd: int) -> io_jobs.Bench:
     groups = range(len(geometry.groups))
     layouts = tuple(chunk_layout(geometry, group, hasher.name, hasher.key_id) for group in groups)
     require(config.codec)
-    store = open_store(config.url, config.storage_options, timeout_s=config.timeout_s)
+    store = open_store(config.url, config.storage_options, config.timeout_s, config.max_bytes)
+    namespace = config.namespace[:32]
+    plain = plain_store(store, namespace, layouts, make_codec(config.codec, hasher))
+    own = Opened(namespace, plain, layouts, bytes.fromhex(config.namespace))
     return io_jobs.Bench(
-        store=plain_store(store, config.namespace[:32], layouts, make_codec(config.codec, hasher)),
+        store=plain,
         region=Region.adopt(region_fd, config.region_bytes, config.region_token),
         layouts=layouts,
         hasher=hasher,
         namespace=bytes.fromhex(config.namespace),
         document=config.document.encode(),
         agreed=config.agreed,
+        evictor=Evictor(store, own) if isinstance(store, CappedStore) else None,
     )
 
 

@@ -19,6 +19,7 @@ class StagingPlan:
     """The settings of one `Stager`. Times are seconds; `repr` shows no secret.
 
     url, storage_options, timeout_s: the store, and the deadline of one operation on it.
+    max_bytes: what all files of a local store may have together; 0 for no limit.
     namespace: the identity's 32-byte digest. document: namespace.json, written before the first save if the
         store does not have it; empty to leave that to others. agreed: the store was seen to hold none, or one that
         says the same; one that is found damaged is then written anew.
@@ -43,6 +44,7 @@ class StagingPlan:
     writers: tuple[int, ...]
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     timeout_s: float = 30.0
+    max_bytes: int = 0
     secret: bytes | None = field(default=None, repr=False)
     digest: str | None = None
     codec: str = CODEC_NONE
@@ -103,6 +105,7 @@ class StagingPlan:
             url=self.url,
             storage_options=dict(self.storage_options),
             timeout_s=self.timeout_s,
+            max_bytes=self.max_bytes,
             secret=None if self.secret is None else self.secret.hex(),
             namespace=self.namespace.hex(),
             geometry=self.geometry.to_json(),

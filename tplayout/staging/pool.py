@@ -26,6 +26,7 @@ STORE_FAULTS = frozenset(
         StorageErrorKind.UNAVAILABLE,
         StorageErrorKind.FORBIDDEN,
         StorageErrorKind.FULL,
+        StorageErrorKind.LIMIT,
     )
 )
 

@@ -25,12 +25,13 @@ class Config:
 
     namespace, secret: hex. geometry: `Geometry.to_json()`. region_bytes, region_token: of the inherited
     descriptor. document: the text of namespace.json, "" to leave it to others; agreed: as in `StagingPlan`; codec: the
-    one it states. Times are seconds.
+    one it states. max_bytes: see `StagingPlan`. Times are seconds.
     """
 
     url: str
     storage_options: dict[str, Any] = field(repr=False)
     timeout_s: float
+    max_bytes: int
     secret: str | None = field(repr=False)
     namespace: str
     geometry: dict[str, Any]
@@ -122,7 +123,8 @@ class Saved:
     """The end of a save.
 
     outcome: saved, void (a writer gave up), late (not marked in time), error or cancelled. stored: groups
-    that are in the store now. written: bytes put by us (0 where the object was there already).
+    that are in the store now. written: bytes put by us (0 where the object was there already). evicted: chunks
+    removed to make room, for this save and others.
     """
 
     job: int
@@ -132,6 +134,7 @@ class Saved:
     detail: str
     written: int
     seconds: float
+    evicted: int = 0
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ class Saves:
         pool = self._pool
         pool.known.add(key, event.stored)
         pool.counters["save_bytes"] += event.written
+        pool.counters["evictions"] += event.evicted
         if event.outcome == "saved":
             pool.counters["saves"] += 1
             pool.seconds["save_seconds"] += event.seconds

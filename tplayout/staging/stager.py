@@ -37,6 +37,7 @@ from tplayout.staging.slots import SlotRef, SlotTable
 __all__ = ["LookupState", "SlotRef", "Stager", "StagingPlan"]
 
 _SHORTEST_WAIT_S = 0.004  # at most 250 returns a second when nothing happens
+_SUMS = ("loads", "load_bytes", "host_hits", "misses", "verification_failures", "saves", "save_bytes", "evictions")
 _FAMILIES = ("load_errors", "save_errors", "save_skips", "lookups")  # counters by reason: family.reason
 _LONG_STEP_S = 0.1
 _FRESH_S = 0.0005  # calls that follow each other closely poll once
@@ -188,10 +189,9 @@ class Stager:
         """Sums since the start, cheap enough for every step.
 
         loads, load_bytes, load_seconds, host_hits, misses, verification_failures, saves, save_bytes, save_seconds,
-        io_restarts; by reason: load_errors, save_errors, save_skips, lookups.
+        evictions, io_restarts; by reason: load_errors, save_errors, save_skips, lookups.
         """
-        names = ("loads", "load_bytes", "host_hits", "misses", "verification_failures", "saves", "save_bytes")
-        sums: dict[str, Any] = {name: self._pool.counters[name] for name in names}
+        sums: dict[str, Any] = {name: self._pool.counters[name] for name in _SUMS}
         sums |= {name: self._pool.seconds[name] for name in ("load_seconds", "save_seconds")}
         families: dict[str, dict[str, int]] = {name: {} for name in _FAMILIES}
         for name, count in self._pool.counters.items():

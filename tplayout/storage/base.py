@@ -26,6 +26,7 @@ Bools = list[bool]
 Buffer = bytes | bytearray | memoryview
 
 DEFAULT_TIMEOUT_S = 30.0
+TEMPORARY_AGE_S = 3600.0  # a writer that still lives has long finished
 MAX_KEY_BYTES = 1024  # S3's limit
 MAX_COMPONENT_BYTES = 200  # NAME_MAX is 255, and a temporary's name is longer than its object's
 

@@ -1,0 +1,207 @@
+"""Servers under a limit: what goes, what stays, when nothing can go, and that the limit holds with several of them."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tplayout.format.geometry import Geometry, Group, Part
+from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
+from tplayout.format.keys import chain, namespace_object
+from tplayout.storage.base import temporary_name
+from tplayout.storage.capped import ACCOUNT, DIRECTORY
+from tplayout.storage.url import open_store
+
+HERE = Path(__file__).parent
+OLD = 1_600_000_000.0
+HEADS = Group("full", "full", (0, 1, 2), 4, (Part("k", 8), Part("v", 8)), "F32")
+IDENTITY = Identity("files:01", {}, "float32", None, Geometry(16, (HEADS,)))
+
+
+@pytest.fixture
+def size(world):
+    """Bytes of a chunk."""
+    return world.plan().layouts[0].nbytes
+
+
+def stored(world, chunks):
+    return [world.path(chunk).exists() for chunk in chunks]
+
+
+def save_in_turn(world, stager, chunks):
+    for chunk in chunks:
+        if (ref := stager.begin_save(chunk)) is not None:
+            world.fill(stager, ref, chunk.key)
+            world.settle(stager)
+
+
+def used_at(world, chunks, when):
+    for chunk in chunks:
+        os.utime(world.path(chunk), (when, when))
+
+
+def total(root):
+    found = 0
+    for directory, below, names in os.walk(root):
+        below[:] = [name for name in below if name != DIRECTORY]
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found += os.lstat(os.path.join(directory, name)).st_size
+    return found
+
+
+def test_what_was_used_least_recently_goes_tails_first(world, size):
+    stager = world.stager(max_bytes=6 * size)
+    first, second, third = (world.chunks(3, seed) for seed in range(3))
+    world.save(stager, first)
+    world.save(stager, second)
+    used_at(world, first, OLD)
+    used_at(world, second, OLD + 1)
+    stager.reset()
+    stager.start_lookup("r", first[:2])  # touches them
+    assert world.finish(stager, "r").ready == 2
+    world.save(stager, third[:1])
+    assert stored(world, first) == [True, True, False]
+    assert (stored(world, second), stored(world, third)) == ([True] * 3, [True, False, False])
+    save_in_turn(world, stager, third[1:])
+    assert stored(world, second) == [True, False, False]
+    assert (stored(world, first), stored(world, third)) == ([True, True, False], [True] * 3)
+    assert stager.counters()["evictions"] == 3
+    assert stager.counters()["save_errors"] == stager.counters()["save_skips"] == {}
+    assert total(world.store) == 6 * size
+
+
+def test_of_a_prefix_that_does_not_fit_the_beginning_is_kept(world, size):
+    stager = world.stager(max_bytes=4 * size)
+    chunks = world.chunks(8)
+    save_in_turn(world, stager, chunks)
+    assert stored(world, chunks)[:4] == [True] * 4
+    assert stager.counters()["save_errors"] == {"limit": 3}
+    assert stager.counters()["save_skips"] == {"store-limit": 1}
+
+
+def test_where_nothing_may_go_saving_stops_with_one_line_and_goes_on_when_there_is_room(world, size, caplog):
+    world.store.mkdir(parents=True)
+    (world.store / "not-ours").write_bytes(bytes(3 * size))
+    stager = world.stager(max_bytes=4 * size)
+    chunks = world.chunks(1) + world.chunks(6, seed=1)
+    world.save(stager, chunks[:1])
+    used_at(world, chunks[:1], OLD)
+    (world.store / "not-ours").write_bytes(bytes(4 * size))
+    for chunk in chunks[1:4]:
+        world.save(stager, [chunk])
+    assert stager.begin_save(chunks[4]) is None
+    assert stager.counters()["save_skips"] == {"store-limit": 1}
+    assert stager.counters()["save_errors"] == {"limit": 3}
+    assert stager.health == {"loads": "ok", "saves": stager.health["saves"], "io": "ok"}
+    assert stored(world, chunks)[0]  # it would not have been enough
+    stager.start_lookup("r", chunks[:1])
+    assert world.finish(stager, "r").ready == 1
+    (line,) = [record.getMessage() for record in caplog.records if "suspended" in record.getMessage()]
+    assert f"on file://{world.store}" in line
+    assert f"of {4 * size} are in use" in line
+    assert "raise max_bytes, or remove what else is in that directory" in line
+    (world.store / "not-ours").unlink()
+    began = time.monotonic()
+    world.wait_until(lambda: stager.begin_save(chunks[5]), 3.0, 0.01)
+    assert time.monotonic() - began < 1.5
+
+
+def test_all_namespaces_share_the_limit_but_what_cannot_be_read_stays(world, size):
+    with open_store(world.store) as store:
+        for weights in ("files:01", "files:02"):
+            identity = Identity(weights, {}, "float32", None, IDENTITY.geometry)
+            document = NamespaceDocument(identity, StorageFacts("xxh3-128"), "m").to_bytes()
+            other = world.stager(namespace=identity.digest(), document=document)
+            chunks = chain(identity.digest(), range(32), 16)
+            world.save(other, chunks)
+            for path in (world.store / identity.namespace).rglob("*.safetensors"):
+                os.utime(path, (OLD, OLD))
+        store.put(namespace_object(identity.namespace), b"{}")
+    stager = world.stager(max_bytes=total(world.store) + size)
+    mine = world.chunks(4)
+    save_in_turn(world, stager, mine)
+    assert stored(world, mine) == [True, True, True, False]
+    assert not list((world.store / IDENTITY.namespace).rglob("*.safetensors"))
+    assert len(list((world.store / identity.namespace).rglob("*.safetensors"))) == 2
+
+
+def test_what_dead_writers_left_an_hour_ago_goes_before_any_chunk(world, size):
+    stager = world.stager(max_bytes=3 * size)
+    chunks = world.chunks(3)
+    world.save(stager, chunks[:1])
+    old, young = (world.path(chunks[0]).with_name(temporary_name("x")) for _ in range(2))
+    for path in (old, young):
+        path.write_bytes(bytes(size))
+    os.utime(old, (time.time() - 4000, time.time() - 4000))
+    stager = world.stager(max_bytes=3 * size)  # what was put there by hand is noticed at the start
+    world.save(stager, chunks[1:2])
+    assert stored(world, chunks) == [True, True, False]
+    assert (old.exists(), young.exists()) == (False, True)
+    assert stager.counters()["evictions"] == 0
+
+
+@pytest.fixture
+def serve(world):
+    """Starts server processes; each is (process, pids of its I/O processes)."""
+    servers = []
+
+    def start(limit, seed):
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "server_process.py"), str(world.store), str(limit), str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        servers.append(process)
+        return process, json.loads(process.stdout.readline())
+
+    yield start
+    for process in servers:
+        process.kill()
+        process.communicate()
+
+
+def test_four_servers_never_exceed_it_together_though_one_is_killed(world, size, serve):
+    """Looked at while the account is locked, when nothing that counts can move."""
+    limit = 12 * size + size // 2
+    servers = [serve(limit, seed) for seed in range(4)]
+    world.wait_until((world.store / ACCOUNT).exists)
+    began, looks, most = time.monotonic(), 0, 0
+    killed = 0
+    while time.monotonic() - began < 6.0:
+        with (world.store / ACCOUNT).open("rb") as account:
+            fcntl.flock(account, fcntl.LOCK_EX)
+            found = total(world.store)
+        assert found <= limit
+        looks, most = looks + 1, max(most, found)
+        if killed == 0 and time.monotonic() - began > 2.0:  # an I/O process
+            os.kill(servers[0][1][0], signal.SIGKILL)
+            killed = 1
+        elif killed == 1 and time.monotonic() - began > 4.0:  # a whole server, at once
+            for pid in (servers[1][0].pid, *servers[1][1]):
+                os.kill(pid, signal.SIGKILL)
+            killed = 2
+        time.sleep(0.01)
+    counted = []
+    for process, _ in (servers[0], *servers[2:]):
+        process.stdin.write("\n")
+        process.stdin.flush()
+        counted.append(json.loads(process.stdout.readline()))
+    assert looks > 50
+    assert most >= 10 * size
+    for sums in counted:
+        assert sums["saves"] > 10
+        assert sums["hits"] > 0
+        assert sums["verification_failures"] == 0
+        assert set(sums["save_errors"]) <= {"io-lost", "limit"}
+    assert sum(sums["evictions"] for sums in counted) > 20
+    assert counted[0]["io_restarts"] == 1
+    print(f"{looks} looks, at most {most} of {limit} bytes; {counted}")
