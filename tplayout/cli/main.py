@@ -37,6 +37,7 @@ Exit codes:
   1    the answer is "no": damage found, a miss, a difference
   2    wrong use
   3    the store cannot be reached
+  70   a fault of tplayout itself
   130  interrupted
 """
 
