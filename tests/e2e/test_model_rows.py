@@ -100,27 +100,32 @@ def test_windows_and_full_attention(tmp_path: Path, plain: PlainEngines) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.row(MIXED, "Gemma-3, TP 1 → 2, 2 → 1")
-def test_windows_and_full_attention_both_ways(tmp_path: Path, plain: PlainEngines) -> None:
-    legs = MIXTURE.run(tmp_path, plain, [Server(1), Server(2, block=32), Server(1, block=128)])
-    check_windows(MIXTURE, legs, full_layers=2, window_layers=4)
-
-
-@pytest.mark.slow
-@pytest.mark.row(MIXED, "GPT-OSS, TP 1 → 2, 2 → 1")
-def test_gpt_oss(tmp_path: Path, plain: PlainEngines) -> None:
-    relay = Relay("gpt-oss", chunk=WINDOW, chunks=4)
+@pytest.mark.parametrize(
+    ("relay", "full", "windows"),
+    [
+        pytest.param(MIXTURE, 2, 4, marks=pytest.mark.row(MIXED, "Gemma-3, TP 1 → 2, 2 → 1"), id="gemma3"),
+        pytest.param(
+            Relay("gpt-oss", chunk=WINDOW, chunks=4),
+            2,
+            2,
+            marks=pytest.mark.row(MIXED, "GPT-OSS, TP 1 → 2, 2 → 1"),
+            id="gpt-oss",
+        ),
+        # The last three of six layers read the KV of the first three, which alone is stored; two of them have windows.
+        pytest.param(
+            Relay("gemma3n", chunk=WINDOW, chunks=4),
+            1,
+            2,
+            marks=pytest.mark.row(SHARING, "TP 1 → 2, 2 → 1"),
+            id="gemma3n",
+        ),
+    ],
+)
+def test_windows_and_full_attention_both_ways(
+    tmp_path: Path, plain: PlainEngines, relay: Relay, full: int, windows: int
+) -> None:
     legs = relay.run(tmp_path, plain, [Server(1), Server(2, block=32), Server(1, block=128)])
-    check_windows(relay, legs, full_layers=2, window_layers=2)
-
-
-@pytest.mark.slow
-@pytest.mark.row(SHARING, "TP 1 → 2, 2 → 1")
-def test_layers_that_share(tmp_path: Path, plain: PlainEngines) -> None:
-    """The last three of six layers read the KV of the first three, which alone is stored; two of them have windows."""
-    relay = Relay("gemma3n", chunk=WINDOW, chunks=4)
-    legs = relay.run(tmp_path, plain, [Server(1), Server(2, block=32), Server(1, block=128)])
-    check_windows(relay, legs, full_layers=1, window_layers=2)
+    check_windows(relay, legs, full_layers=full, window_layers=windows)
 
 
 def check_latents(legs: list[Leg]) -> None:

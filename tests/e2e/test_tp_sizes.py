@@ -5,6 +5,7 @@ the same TP size without the connector gives as its own prefix hit.
 """
 
 from pathlib import Path
+from typing import Any
 
 import demo_models
 import pytest
@@ -25,29 +26,26 @@ def check_read(read: Read, reference: Output) -> None:
     assert_same(read.output, reference)
 
 
-@pytest.mark.row(GROUPED, "4 KV heads, TP 4 → 2")
-def test_tp4_to_tp2(tp2: Run, references: References) -> None:
-    check_read(tp2.read["a"], references.hit("smollm2", 2, "a"))
+def read_by(reader: str, prompt: str, tp: int, written_by: int) -> Any:
+    """The fixture of the run that reads the prompt at this TP size; another size wrote it."""
+    return pytest.param(reader, prompt, tp, marks=pytest.mark.row(GROUPED, f"4 KV heads, TP {written_by} → {tp}"))
 
 
-@pytest.mark.row(GROUPED, "4 KV heads, TP 4 → 1")
-def test_tp4_to_tp1(tp1: Run, references: References) -> None:
-    check_read(tp1.read["a"], references.hit("smollm2", 1, "a"))
-
-
-@pytest.mark.row(GROUPED, "4 KV heads, TP 2 → 1")
-def test_tp2_to_tp1(tp1: Run, references: References) -> None:
-    check_read(tp1.read["b"], references.hit("smollm2", 1, "b"))
-
-
-@pytest.mark.row(GROUPED, "4 KV heads, TP 2 → 4")
-def test_tp2_to_tp4(tp4_reads: Run, references: References) -> None:
-    check_read(tp4_reads.read["b"], references.hit("smollm2", 4, "b"))
-
-
-@pytest.mark.row(GROUPED, "4 KV heads, TP 1 → 4")
-def test_tp1_to_tp4(tp4_reads: Run, references: References) -> None:
-    check_read(tp4_reads.read["c"], references.hit("smollm2", 4, "c"))
+@pytest.mark.parametrize(
+    ("reader", "prompt", "tp"),
+    [
+        read_by("tp2", "a", 2, written_by=4),
+        read_by("tp1", "a", 1, written_by=4),
+        read_by("tp1", "b", 1, written_by=2),
+        read_by("tp4_reads", "b", 4, written_by=2),
+        read_by("tp4_reads", "c", 4, written_by=1),
+    ],
+)
+def test_another_tp_size_reads_it(
+    request: pytest.FixtureRequest, references: References, reader: str, prompt: str, tp: int
+) -> None:
+    done: Run = request.getfixturevalue(reader)
+    check_read(done.read[prompt], references.hit("smollm2", tp, prompt))
 
 
 def test_a_producer_saves_and_never_loads(tp_root: Path, tp4: Run) -> None:
