@@ -25,7 +25,7 @@ COUNTERS = {
     "save_seconds": "Seconds spent digesting and writing, summed over parallel writes.",
     "evictions": "Chunks removed from the store to keep it below max_bytes.",
     "verification_failures": "Chunks found damaged, misnamed or foreign; they were not used.",
-    "io_restarts": "I/O processes that died and were replaced.",
+    "io_restarts": "I/O processes that died, or hung and were killed, and were replaced.",
     "load_copy_bytes": "Bytes copied from host memory into KV pages, summed over ranks.",
     "load_copy_seconds": "Seconds of these copies, summed over ranks.",
     "save_copy_bytes": "Bytes copied from KV pages into host memory, summed over ranks.",

@@ -49,7 +49,7 @@ def test_a_process_that_is_gone_is_no_error() -> None:
 def test_who_starts_an_io_process_raises_it(tmp_path: Path, wait: float) -> None:
     """A command that never raises itself: what it has, it has from us."""
     region = Region.create(RegionPlan(1, (4096,), (1,)))
-    channel = IoChannel(SLEEP, b"", region)
+    channel = IoChannel(SLEEP, b"", region, time.monotonic)
     try:
         time.sleep(wait)
         pid = channel._launcher.pid

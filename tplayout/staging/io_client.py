@@ -31,6 +31,7 @@ from tplayout.staging.protocol import (
     Load,
     Loaded,
     Note,
+    Ping,
     Probe,
     Probed,
     ProtocolError,
@@ -42,6 +43,7 @@ from tplayout.staging.protocol import (
     encode,
 )
 from tplayout.staging.region import Region
+from tplayout.staging.watchdog import Verdict, Watch
 
 log = logging.getLogger("tplayout")
 
@@ -63,11 +65,13 @@ class Lost:
 class IoChannel:
     """One I/O process: its socket, what is still to be sent, and its unanswered jobs."""
 
-    def __init__(self, command: Sequence[str], config: bytes, region: Region) -> None:
+    def __init__(self, command: Sequence[str], config: bytes, region: Region, clock: Callable[[], float]) -> None:
         """Start the process. config: the encoded first message."""
+        self._watch = Watch(clock)
         self.jobs: set[int] = set()
         self.accepts = True
         self.pid = 0  # until it has said hello
+        self._killed = False
         self._broken = False
         self._reader = LineReader()
         self._outgoing = bytearray(config)
@@ -128,6 +132,7 @@ class IoChannel:
                 return events, True
             if not data:
                 return events, True
+            self._watch.heard()
             try:
                 lines = [] if self._broken else self._reader.feed(data)
                 events += [self._event(line) for line in lines]
@@ -135,6 +140,15 @@ class IoChannel:
                 log.error("tplayout: an I/O process sent garbage and is killed: %s", error)
                 self._broken = True
                 self.kill()
+
+    def hangs(self) -> str:
+        """Ask the process now and then whether it runs, while it has jobs. "" unless it hangs: then how that looks."""
+        if not self.pid or self._killed:
+            return ""
+        verdict = self._watch.check(self.pid, bool(self.jobs))
+        if verdict is Verdict.ASK:
+            self.send(Ping())
+        return f"its threads are in state {self._watch.seen}" if verdict is Verdict.HUNG else ""
 
     def hang_up(self) -> None:
         """Tell the process that there will be no more jobs; it finishes what it has and ends."""
@@ -145,6 +159,7 @@ class IoChannel:
     def kill(self) -> None:
         """Kill the process, without a chance to hit another one that has its pid by now."""
         self.hang_up()
+        self._killed = True
         if self._pidfd >= 0:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -225,6 +240,7 @@ class IoPool:
         events: list[Event | Lost] = []
         for key, _ in self._selector.select(timeout):
             events += self._receive(key.data)
+        self._kill_hung()
         self._replace()
         return events
 
@@ -255,6 +271,14 @@ class IoPool:
             events.append(Lost(tuple(sorted(channel.jobs))))
         return events
 
+    def _kill_hung(self) -> None:
+        for channel in self._channels:
+            if state := channel.hangs():
+                self._say(
+                    logging.WARNING, "an I/O process does not answer and is killed", f"pid {channel.pid}, {state}"
+                )
+                channel.kill()
+
     def _replace(self) -> None:
         while self.accepting < self._count and self._may_start():
             self.restarts += 1
@@ -275,7 +299,7 @@ class IoPool:
     def _start(self) -> None:
         self._starts.append(self._clock())
         try:
-            channel = IoChannel(self._command, self._config, self._region)
+            channel = IoChannel(self._command, self._config, self._region, self._clock)
         except OSError as error:
             self._say(logging.ERROR, "an I/O process cannot be started", error)
             return

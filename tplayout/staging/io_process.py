@@ -39,6 +39,8 @@ from tplayout.staging.protocol import (
     Load,
     Loaded,
     Note,
+    Ping,
+    Pong,
     Probe,
     Probed,
     ProtocolError,
@@ -173,6 +175,9 @@ class IoProcess:
 
     def _take(self, line: bytes) -> None:
         message = decode(line)
+        if isinstance(message, Ping):
+            self._send(Pong())
+            return
         if self._leave_at is not None:
             return
         if isinstance(message, Load | Probe):

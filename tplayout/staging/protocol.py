@@ -88,6 +88,16 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Ping:
+    """Whether the process runs: answered at once, whatever its jobs do."""
+
+
+@dataclass(frozen=True)
+class Pong:
+    """The answer to a ping."""
+
+
+@dataclass(frozen=True)
 class Hello:
     """The I/O process is up: its own pid (it is nobody's child)."""
 
@@ -161,13 +171,13 @@ class Note:
     text: str
 
 
-Request = Config | Load | Save | Cancel | Probe
-Event = Hello | Loaded | Sealed | Saved | Probed | Stuck | Note
+Request = Config | Load | Save | Cancel | Probe | Ping
+Event = Hello | Pong | Loaded | Sealed | Saved | Probed | Stuck | Note
 Message = Request | Event
 
 _TYPES: Mapping[str, type[Message]] = {
     cls.__name__.lower(): cls
-    for cls in (Config, Load, Save, Cancel, Probe, Hello, Loaded, Sealed, Saved, Probed, Stuck, Note)
+    for cls in (Config, Load, Save, Cancel, Probe, Ping, Hello, Pong, Loaded, Sealed, Saved, Probed, Stuck, Note)
 }
 _HINTS = {cls: get_type_hints(cls) for cls in _TYPES.values()}
 
