@@ -51,7 +51,7 @@ def test_json_is_one_document_with_the_documented_keys(cache, names):
     rewrite(cache.store, names[1], flip(-1))
     document = asked(cache.store.url, "--quarantine", "--yes", "--also", "unreachable")
     assert document.keys() == {
-        *("url", "deep", "sound", "namespaces", "checked", "bytes", "skipped", "findings", "quarantined")
+        *("url", "deep", "sound", "namespaces", "checked", "bytes", "skipped", "undecrypted", "findings", "quarantined")
     }
     damage, note = document["findings"]
     assert damage.keys() == {

@@ -111,7 +111,7 @@ def import_bundle(
 
     encryption_key: of the file and of the store, where they are encrypted. Damaged objects are named and left out.
     Raises FormatError for what is no bundle, NamespaceMismatch if the store has the namespace with another digest or
-    secret, or would not encrypt what the file does, StorageError.
+    secret, ConfigError if it would not encrypt what the file does, StorageError.
     """
     with os_errors():
         opened = ReadFile(file)

@@ -97,8 +97,8 @@ def copy_namespace(
     recheck: read and verify what is there already, and replace it if it is damaged; else its size must do.
     index: of the namespace, needed for keys. codec: that the target must have; None for that which it has, or the
     source's. encryption_key: of the target; None for the source's. Raises NamespaceMismatch if the target stores the
-    namespace with another digest or secret, or another codec than was asked for, or does not encrypt what the source
-    does; StorageError.
+    namespace with another digest or secret, or another codec than was asked for; ConfigError if it does not encrypt
+    what the source does; StorageError.
     """
     check_same_digests(target, origin.document)
     opened = _opened(origin, target, secret, dry_run, codec, encryption_key or origin.encryption_key)
@@ -182,6 +182,7 @@ def move_namespace(
     jobs: int = 1,
     progress: Progress = silent,
     dry_run: bool = False,
+    codec: str | None = None,
     encryption_key: EncryptionKey | None = None,
 ) -> Copied:
     """Copy, then delete from the source what is sound at the destination; tails first, namespace.json last.
@@ -193,7 +194,17 @@ def move_namespace(
     if not dry_run:
         check_apart(origin.store, target)
     copied = copy_namespace(
-        origin, target, secret, keys, index, jobs, progress, dry_run, recheck=True, encryption_key=encryption_key
+        origin,
+        target,
+        secret,
+        keys,
+        index,
+        jobs,
+        progress,
+        dry_run,
+        recheck=True,
+        codec=codec,
+        encryption_key=encryption_key,
     )
     copied.damaged = {**{name: str(error) for name, error in index.damaged.items()}, **copied.damaged}
     depths = index.depths()

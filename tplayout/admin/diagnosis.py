@@ -17,6 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tplayout import __version__
+from tplayout.cache.codec import require
+from tplayout.errors import ConfigError
+from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.layout import CODEC_AES_256_GCM
 
 SUPPORTED = ((0, 31), (0, 33))  # vLLM's first and last release that is known to work
 PLUGIN, MODULE = "tplayout", "tplayout_vllm"
@@ -51,7 +55,20 @@ def environment(environ: Mapping[str, str] = os.environ) -> list[Finding]:
     found = [versions(), *vllm(environ), shared_memory(), staging_memory(), open_files()]
     if environ.get("TPLAYOUT_SECRET_KEY"):
         found.append(Finding("secret", Level.OK, "TPLAYOUT_SECRET_KEY is set: digests are authentication"))
+    if environ.get("TPLAYOUT_ENCRYPTION_KEY"):
+        found.append(encryption(environ))
     return found
+
+
+def encryption(environ: Mapping[str, str]) -> Finding:
+    """Whether the key in the environment is one, and what encrypts is installed."""
+    name = "TPLAYOUT_ENCRYPTION_KEY"
+    try:
+        key = EncryptionKey.parse(os.fsencode(environ[name]), name)
+        require(CODEC_AES_256_GCM)
+    except ConfigError as error:
+        return Finding("encryption", Level.FAIL, str(error), f"mend it, or unset {name}: nothing is stored like this")
+    return Finding("encryption", Level.OK, f"{name} is set, key id {key.id}: new namespaces are encrypted with it")
 
 
 def versions() -> Finding:

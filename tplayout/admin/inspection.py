@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tplayout.admin.catalog import QUARANTINE, Namespace, Stored, hasher_of, key_of, scan
 from tplayout.cache.arrays import from_bits
-from tplayout.cache.codec import Aes256Gcm, check_key, make_codec, require
+from tplayout.cache.codec import Aes256Gcm, Codec, check_key, make_codec, require
 from tplayout.errors import ConfigError, FormatError, NotFound, Reason
 from tplayout.format.chunk import parse_header, read_chunk_id, verify
 from tplayout.format.digest import CellHasher
@@ -59,7 +59,8 @@ class Opened:
     """An object that was read whole.
 
     chunk: what it says it is. fault: why it is not accepted. hasher: None without the secret or namespace.json.
-    sealed: it is encrypted and the key is not at hand: data is empty, and stored bytes are all that was checked.
+    sealed: it is encrypted and cannot be opened, for want of the key or because it is damaged: data is empty, and
+    stored bytes are all that was checked.
     modified: seconds since the epoch. siblings: names of the objects of the chunk's other groups. data: the plain
     object; lost cells of a damaged packed one are zeros. size, codec: of the object as it is stored.
     """
@@ -76,6 +77,7 @@ class Opened:
     size: int
     codec: str
     siblings: tuple[str, ...] = ()
+    encryption_key_id: str | None = None
     sealed: bool = False
 
     @property
@@ -135,24 +137,10 @@ def read(
     hasher: CellHasher | None = None
     if space.document is not None and (layout.key_id is None or secret is not None):
         hasher = hasher_of(space.document, secret)
-    chunk, fault = None, space.fault
     codec = make_codec(name, hasher, key_id, _key(space, name, key_id, encryption_key))
-    if isinstance(codec, Aes256Gcm) and not codec.has_key:
-        try:
-            codec.check(raw, layout, stored.key)
-        except FormatError as error:
-            fault = error
-        about = (stored.name, stored.modified, memoryview(b""), layout, space, stored.key, None)
-        return Opened(*about, fault, hasher, len(raw), name, siblings, sealed=True)
-    try:
-        data = codec.unpack(raw, layout, stored.key)
-    except FormatError as error:
-        fault = error
-        try:
-            data = codec.salvage(raw, layout, stored.key)
-        except FormatError:
-            raise error.at(stored.name) from None
-    if space.document is not None:
+    data, damage = _plain(codec, raw, layout, stored)
+    chunk, fault = None, damage or space.fault
+    if space.document is not None and data is not None:
         digest = space.document.identity.digest()
         try:
             chunk = read_chunk_id(data, layout, digest)
@@ -161,8 +149,39 @@ def read(
         except FormatError as error:
             fault = error
     return Opened(
-        stored.name, stored.modified, data, layout, space, stored.key, chunk, fault, hasher, len(raw), name, siblings
+        stored.name,
+        stored.modified,
+        memoryview(b"") if data is None else data,
+        layout,
+        space,
+        stored.key,
+        chunk,
+        fault,
+        hasher,
+        len(raw),
+        name,
+        siblings,
+        key_id,
+        sealed=data is None,
     )
+
+
+def _plain(
+    codec: Codec, raw: memoryview, layout: ChunkLayout, stored: Stored
+) -> tuple[memoryview | None, FormatError | None]:
+    """The plain object, or what is left of it (None for what is encrypted and cannot be opened), and what is wrong."""
+    try:
+        if isinstance(codec, Aes256Gcm) and not codec.has_key:
+            codec.check(raw, layout, stored.key)
+            return None, None
+        return codec.unpack(raw, layout, stored.key), None
+    except FormatError as error:
+        try:
+            return codec.salvage(raw, layout, stored.key), error
+        except FormatError:
+            if isinstance(codec, Aes256Gcm):
+                return None, error
+            raise error.at(stored.name) from None
 
 
 def cells(opened: Opened) -> Iterator[Cell]:

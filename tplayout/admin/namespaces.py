@@ -207,8 +207,8 @@ def begin_namespace(
     is a key.
 
     codec: that it must have; None for that which it has, or that which goes with the key. Raises as `open_namespace`,
-    and NamespaceMismatch if it is there in another codec, without keyed digests although there is a secret, or not
-    encrypted although there is a key.
+    and NamespaceMismatch if it is there in another codec, or without keyed digests although there is a secret;
+    ConfigError if it is not encrypted although there is a key.
     """
     document = new_document(identity, secret, model, codec, encryption_key)
     found = begin_copy(store, document, secret, encryption_key)
@@ -221,9 +221,12 @@ def begin_namespace(
 
 
 def check_encrypted(wanted: NamespaceDocument, found: OpenNamespace) -> None:
-    """NamespaceMismatch if a namespace that was to be encrypted is not: nothing is decrypted unasked."""
+    """ConfigError if a namespace that was to be encrypted is not: nothing is decrypted unasked."""
     if wanted.storage.encryption_key_id is not None and found.encryption_key is None:
-        raise NamespaceMismatch("storage.codec", wanted.storage.codec, found.codec.name)
+        raise ConfigError(
+            f"namespace {found.name} is there in {found.store.url}, and is not encrypted (codec {found.codec.name}): "
+            "nothing is written to it; take another store, or `tplayout convert --codec none` to decrypt"
+        )
 
 
 def check_codec_of(namespace: OpenNamespace, codec: str) -> None:

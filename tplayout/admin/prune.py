@@ -2,13 +2,14 @@
 
 Least recently used first, by what the store knows: last use where it notes that, else when an object was written. A
 chunk counts as used when one behind it is, so tails go before heads and no prefix gets a gap. What was written a
-moment ago stays: it may be half of something. Nothing here needs a secret.
+moment ago stays: it may be half of something. Nothing here needs a secret; what is encrypted stays without its key,
+since nothing else tells what is a prefix's tail.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tplayout.admin.catalog import Catalog, Namespace, by_key, scan
@@ -17,11 +18,11 @@ from tplayout.admin.progress import Progress, silent
 from tplayout.cache.chunk_ids import read_id
 from tplayout.cache.pruning import Chunk, link, victims
 from tplayout.errors import ConfigError
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.keys import chain, prefix_extras
-from tplayout.storage.base import ObjectInfo, Store
+from tplayout.storage.base import TEMPORARY_AGE_S, ObjectInfo, Store
 
 GRACE_S = 60.0
-TEMPORARY_AGE_S = 3600.0
 _BATCH = 500
 
 
@@ -52,7 +53,8 @@ class Plan:
     """What would go, in the order in which it goes. by_use: whether the store notes use, else age decides.
 
     names: object names; temporaries: what dead writers left; before, after: bytes of the whole store. unjudged:
-    namespaces whose document is missing or damaged, with why; their objects stay.
+    namespaces whose document is missing or damaged, or which are encrypted with a key that is not given, with why;
+    their objects stay.
     """
 
     by_use: bool
@@ -73,8 +75,11 @@ def plan(
     now: float | None = None,
     jobs: int = 8,
     progress: Progress = silent,
+    encryption_key: EncryptionKey | None = None,
 ) -> Plan:
     """Decide what goes. namespace: only chunks of this one go, and max_bytes is for it alone. Deletes nothing.
+
+    encryption_key: of what is encrypted.
 
     Raises ConfigError for a `kept` that fits nothing, StorageError.
     """
@@ -85,18 +90,21 @@ def plan(
     below = "" if namespace is None else f"{next(iter(catalog.namespaces))}/"
     old = (info for info in store.temporaries() if _older(info, now - limits.temporary_age))
     decided.temporaries = [info for info in old if info.key.startswith(below)]
-    groups: list[list[Chunk]] = []
+    groups: dict[str, list[Chunk]] = {}
     for each in catalog.namespaces.values():
         decided.before += each.nbytes + (each.info.size if each.info else 0)
         if each.document is None:
             decided.unjudged[each.name] = str(each.fault)
-        else:
-            groups.append(_chunks(store, each, used, jobs, progress))
+            continue
+        try:
+            groups[each.name] = _chunks(store, each, used, jobs, progress, encryption_key)
+        except ConfigError as error:
+            decided.unjudged[each.name] = str(error)
     decided.before += sum(info.size for info in (*catalog.foreign, *catalog.tools))
     _protect(catalog, groups, kept or Kept(), now - limits.grace)
-    for chunks in groups:
+    for chunks in groups.values():
         link(chunks)
-    _choose(decided, [chunk for chunks in groups for chunk in chunks], limits, now)
+    _choose(decided, [chunk for chunks in groups.values() for chunk in chunks], limits, now)
     return decided
 
 
@@ -122,9 +130,17 @@ def _last_uses(store: Store, catalog: Catalog) -> dict[str, float]:
     return uses
 
 
-def _chunks(store: Store, namespace: Namespace, used: dict[str, float], jobs: int, progress: Progress) -> list[Chunk]:
-    """The chunks of a namespace, each with its parent; None where no object tells."""
-    layouts, plain, digest = namespace.layouts(), namespace.plain(store), namespace.known().identity.digest()
+def _chunks(
+    store: Store,
+    namespace: Namespace,
+    used: dict[str, float],
+    jobs: int,
+    progress: Progress,
+    encryption_key: EncryptionKey | None,
+) -> list[Chunk]:
+    """The chunks of a namespace, each with its parent; None where no object tells. ConfigError as `Namespace.plain`."""
+    plain = namespace.plain(store, encryption_key)
+    layouts, digest = namespace.layouts(), namespace.known().identity.digest()
     by_name = by_key(namespace.objects)
     chunks = []
     for key, objects in by_name.items():
@@ -147,11 +163,10 @@ def _chunks(store: Store, namespace: Namespace, used: dict[str, float], jobs: in
     return chunks
 
 
-def _protect(catalog: Catalog, groups: Iterable[list[Chunk]], kept: Kept, young: float) -> None:
+def _protect(catalog: Catalog, groups: Mapping[str, list[Chunk]], kept: Kept, young: float) -> None:
     """Mark what stays on its own account: young chunks and kept ones. ConfigError for what fits nothing."""
     fitting: set[str] = set()
-    names = [each.name for each in catalog.namespaces.values() if each.document is not None]
-    for name, chunks in zip(names, groups, strict=True):
+    for name, chunks in groups.items():
         prompts = _prompt_keys(catalog.namespaces[name], kept)
         for chunk in chunks:
             text = chunk.key.hex()

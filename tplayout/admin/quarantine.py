@@ -17,6 +17,7 @@ from tplayout.admin.parallel import are_there
 from tplayout.admin.progress import Progress, silent
 from tplayout.admin.verify import Finding, verify_store
 from tplayout.errors import NotFound, StorageError, StorageErrorKind
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.storage.base import Store
 
 ALWAYS = (Kind.DAMAGED, Kind.TRUNCATED, Kind.MISNAMED)
@@ -53,14 +54,15 @@ def quarantine(
     deep: bool = True,
     jobs: int = 8,
     progress: Progress = silent,
+    encryption_key: EncryptionKey | None = None,
 ) -> list[Move]:
     """Move what the findings name, temporaries are deleted. Raises StorageError when the store fails.
 
-    secret, deep: as they were in the verification that found them.
+    secret, deep, encryption_key: as they were in the verification that found them.
     """
     chosen = list(findings)
     again = [finding.name for finding in chosen if finding.kind in ALWAYS]
-    fresh = _still_faulty(store, again, secret, deep, jobs)
+    fresh = _still_faulty(store, again, secret, deep, jobs, encryption_key)
     moves: list[Move] = []
     names = sum(len(_names(finding)) for finding in chosen)
     for finding in chosen:
@@ -92,12 +94,17 @@ def _names(finding: Finding) -> list[tuple[str, int]]:
 
 
 def _still_faulty(
-    store: Store, names: Sequence[str], secret: bytes | None, deep: bool, jobs: int
+    store: Store,
+    names: Sequence[str],
+    secret: bytes | None,
+    deep: bool,
+    jobs: int,
+    encryption_key: EncryptionKey | None,
 ) -> dict[str, Finding]:
     there = [name for name, found in zip(names, are_there(store, names), strict=True) if found]
     if not there:
         return {}
-    report = verify_store(store, secret=secret, deep=deep, only=there, jobs=jobs)
+    report = verify_store(store, secret=secret, deep=deep, only=there, jobs=jobs, encryption_key=encryption_key)
     return {finding.name: finding for finding in report.findings if finding.kind in ALWAYS}
 
 

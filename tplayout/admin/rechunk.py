@@ -69,9 +69,9 @@ def rechunk(
     """The prefixes of a namespace as chunks of `identity`, see `changed_identity`. A job holds two chunks.
 
     lossy: whether precision may be lost; what it cost is measured and reported. keys: last chunks of the prefixes, None
-    for all. codec: that the target must have; None for that which it has, or the source's.
-    encryption_key: of the target, None for the source's. Raises ConfigError if precision would be lost and may not,
-    NamespaceMismatch if the target is there in another codec, or not encrypted.
+    for all. codec: that the target must have; None for that which it has, or the source's. encryption_key: of the
+    target, None for the source's. Raises ConfigError if precision would be lost and may not, or if the target is there
+    and not encrypted; NamespaceMismatch if it is there in another codec.
     """
     pairs = list(zip(origin.identity.geometry.groups, identity.geometry.groups, strict=True))
     for old, new in pairs:

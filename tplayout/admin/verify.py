@@ -22,10 +22,9 @@ from tplayout.admin.prefixes import unreachable
 from tplayout.admin.progress import Progress, silent
 from tplayout.admin.rate import RateLimit
 from tplayout.errors import ConfigError, Reason
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.keys import namespace_object, object_name
-from tplayout.storage.base import Store
-
-TEMPORARY_AGE_S = 3600.0  # a writer that still lives has long finished
+from tplayout.storage.base import TEMPORARY_AGE_S, Store
 
 NOTES = (Kind.TEMPORARY, Kind.UNREACHABLE)  # a store with these is sound
 
@@ -56,12 +55,16 @@ class Finding:
 
 @dataclass
 class Report:
-    """What a verification found. checked, nbytes: objects and bytes read in this run and those that it resumes."""
+    """What a verification found. checked, nbytes: objects and bytes read in this run and those that it resumes.
+
+    sealed: of those checked, encrypted ones of which no more than the stored bytes was compared, for want of the key.
+    """
 
     namespaces: int = 0
     checked: int = 0
     nbytes: int = 0
     skipped: int = 0
+    sealed: int = 0
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -84,6 +87,7 @@ class _Piece:
 
     checked: int = 0
     nbytes: int = 0
+    sealed: int = 0
     faults: list[dict[str, Any]] = field(default_factory=list)
     parents: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
 
@@ -100,19 +104,22 @@ def verify_store(
     temporary_age: float = TEMPORARY_AGE_S,
     journal_path: str | None = None,
     progress: Progress = silent,
+    encryption_key: EncryptionKey | None = None,
 ) -> Report:
     """Check every object of a store, of a namespace (its first hex digits), or those that `only` names.
 
     deep: read everything; else sizes, headers and keys. max_rate: bytes a second. journal_path: a local file that lets
-    an interrupted run go on; it is removed at the end. Raises StorageError if the store fails, ConfigError for a
-    missing secret, an unknown object in `only`, or another run's journal.
+    an interrupted run go on; it is removed at the end. encryption_key: of what is encrypted; without it only stored
+    bytes are compared. Raises StorageError if the store fails, ConfigError for a missing secret, another key, an
+    unknown object in `only`, or another run's journal.
     """
     catalog = scan(store, namespace)
-    checker = Checker(store, catalog, secret, deep, RateLimit(max_rate))
+    checker = Checker(store, catalog, secret, deep, RateLimit(max_rate), encryption_key)
     report = Report(namespaces=len(catalog.namespaces))
     if only:
         _restrict(catalog, only)
     task = {"url": store.url, "deep": deep, "namespace": namespace, "only": sorted(only)}
+    task |= {} if encryption_key is None else {"encryption_key": encryption_key.id}
     journal = None if journal_path is None else Journal.open(journal_path, task)
     try:
         for space in catalog.namespaces.values():
@@ -207,6 +214,7 @@ def _fan(stored: Stored) -> str:
 def _record(piece: _Piece, stored: Stored, verdict: Verdict) -> None:
     piece.checked += 1
     piece.nbytes += verdict.nbytes
+    piece.sealed += verdict.sealed
     if verdict.fault is not None:
         piece.faults.append({**asdict(verdict.fault), "name": stored.name, "nbytes": stored.size})
     elif verdict.chunk is not None:
@@ -218,6 +226,7 @@ def _add(store: Store, piece: _Piece, sound: _Sound, report: Report) -> None:
     """Take a piece's result into the report, and its sound objects into those of the namespace."""
     report.checked += piece.checked
     report.nbytes += piece.nbytes
+    report.sealed += piece.sealed
     for fault in piece.faults:
         name, kind = fault["name"], Kind(fault["kind"])
         reason, detail, nbytes = fault["reason"], fault["detail"], fault["nbytes"]

@@ -25,9 +25,12 @@ from tplayout.storage.base import DEFAULT_TIMEOUT_S, Store
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tplayout.format.encrypted import EncryptionKey
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECRET_ENV = "TPLAYOUT_SECRET_KEY"
+ENCRYPTION_KEY_ENV = "TPLAYOUT_ENCRYPTION_KEY"
 _UNITS = {"": 0, "B": 0, "K": 1, "KI": 1, "KIB": 1, "M": 2, "MI": 2, "MIB": 2, "G": 3, "GI": 3, "GIB": 3}
 _UNITS |= {"T": 4, "TI": 4, "TIB": 4}
 _NO_LIMIT = 4096  # columns of a table in a pipe
@@ -79,6 +82,19 @@ def _secret(ctx: click.Context, param: click.Parameter, path: str | None) -> byt
     return secret
 
 
+def encryption_key_of(ctx: click.Context, param: click.Parameter, path: str | None) -> EncryptionKey | None:
+    """The key in the file that an option names; else, for --encryption-key-file, the environment's."""
+    from tplayout.format.encrypted import EncryptionKey
+
+    if path is None:
+        text = os.environ.get(ENCRYPTION_KEY_ENV) if param.name == "encryption_key" else None
+        return EncryptionKey.parse(os.fsencode(text), ENCRYPTION_KEY_ENV) if text else None
+    try:
+        return EncryptionKey.parse(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise click.BadParameter(f"{path} cannot be read: {error.strerror}") from None
+
+
 def store_options(function: F) -> F:
     """--storage-option (parameter storage_options) and --timeout (seconds)."""
     timeout = click.option(
@@ -107,6 +123,13 @@ secret_option = click.option(
     metavar="FILE",
     callback=_secret,
     help=f"The secret of stores with keyed digests; or {SECRET_ENV} in the environment.",
+)
+encryption_key_option = click.option(
+    "--encryption-key-file",
+    "encryption_key",
+    metavar="FILE",
+    callback=encryption_key_of,
+    help=f"The key of encrypted stores, as 64 hex digits; or {ENCRYPTION_KEY_ENV} in the environment.",
 )
 jobs_option = click.option(
     "--jobs", type=click.IntRange(1, 256), default=8, show_default=True, help="Store operations at the same time."

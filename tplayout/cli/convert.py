@@ -12,6 +12,7 @@ from tplayout.cli.common import (
     count_of,
     dry_run_option,
     emit_json,
+    encryption_key_option,
     json_option,
     note,
     progress,
@@ -29,8 +30,10 @@ from tplayout.cli.convert_peers import (
     peer_options,
 )
 from tplayout.cli.sides import (
+    destination_key_option,
     destination_options,
     is_local,
+    key_of_destination,
     local_path,
     memory_jobs_option,
     namespace_option,
@@ -39,7 +42,7 @@ from tplayout.cli.sides import (
     selection_options,
 )
 from tplayout.errors import ConfigError
-from tplayout.format.layout import CODECS
+from tplayout.format.layout import CODEC_AES_256_GCM, CODECS
 
 if TYPE_CHECKING:
     from tplayout.admin.convert import Report
@@ -81,6 +84,8 @@ JSON: {"from", "to", "namespace", "prefixes", "objects_written", "objects_presen
 @memory_jobs_option
 @dry_run_option
 @secret_option
+@encryption_key_option
+@destination_key_option
 @store_options
 @destination_options
 @json_option
@@ -120,10 +125,10 @@ def _convert(source: str, destination: str, options: dict[str, Any], tick: Any) 
     sets = find_shard_sets(local_path(source)) if is_local(source) else []
     to_shards = options["tp"] is not None
     if options["engine_config"] is not None:
-        _refuse(options, "a store to vLLM's tier", "codec")
+        _refuse(options, "a store to vLLM's tier", "codec", "dst_encryption_key")
         return ("store", "vllm-tier"), convert_to_tier(source, destination, options, tick)
     if options["transformers"]:
-        _refuse(options, "a store to a file for transformers", "codec")
+        _refuse(options, "a store to a file for transformers", "codec", "dst_encryption_key")
         return ("store", "transformers"), convert_to_transformers(source, destination, options, tick)
     if is_local(source) and local_path(source).is_file():
         _refuse(
@@ -159,7 +164,8 @@ def _from_shards(sets: Sequence[Path], source: str, destination: str, options: d
     ) as store:
         identity = _identity(options, sets)
         model = options["model"].resolve().name if options["model"] else ""
-        return import_shards(sets, store, identity, options["secret"], model, options["jobs"], tick, options["dry_run"])
+        secret, jobs, dry, key = options["secret"], options["jobs"], options["dry_run"], key_of_destination(options)
+        return import_shards(sets, store, identity, secret, model, jobs, tick, dry, key)
 
 
 def _identity(options: dict[str, Any], sets: Sequence[Path]) -> Identity | None:
@@ -185,12 +191,12 @@ def _to_shards(source: str, destination: str, options: dict[str, Any], tick: Any
     from tplayout.admin.namespaces import choose_namespace
     from tplayout.admin.selection import read_token_file, selected
 
-    _refuse(options, "a store to shards", "codec", "chunk_tokens", "dtype", "lossy", "model")
+    _refuse(options, "a store to shards", "codec", "dst_encryption_key", "chunk_tokens", "dtype", "lossy", "model")
     if not is_local(destination):
         raise ConfigError(f"DST {destination}: per-rank shards are written to a local directory")
     prompts = [read_token_file(path) for path in options["token_files"]]
     with open_source(source, options["storage_options"], options["timeout"], destination) as store:
-        origin = choose_namespace(store, options["namespace"], options["secret"])
+        origin = choose_namespace(store, options["namespace"], options["secret"], options["encryption_key"])
         stages = stages_of(origin.identity.geometry, options["pp"], _partition(options["pp_partition"]))
         keys = None
         if options["prefixes"] or prompts:
@@ -221,16 +227,19 @@ def _to_store(source: str, destination: str, options: dict[str, Any], tick: Any)
         open_source(source, given, timeout, destination) as store,
         open_destination(destination, given, own, timeout, source) as target,
     ):
-        origin = choose_namespace(store, options["namespace"], options["secret"])
+        origin = choose_namespace(store, options["namespace"], options["secret"], options["encryption_key"])
         identity = changed_identity(origin.identity, options["chunk_tokens"], options["dtype"])
         keys = None
         if options["prefixes"] or prompts:
             keys = selected(build_index(origin), options["prefixes"], prompts, options["salt"])
         rest = (options["secret"], keys, options["jobs"], tick, options["dry_run"])
+        codec, key = options["codec"], key_of_destination(options)
+        if codec not in (None, CODEC_AES_256_GCM):
+            _refuse(options, f"--codec {codec}, which does not encrypt", "dst_encryption_key")
         if options["chunk_tokens"] is None and options["dtype"] is None:
             _refuse(options, "--codec alone", "lossy")
-            return recode(origin, target, options["codec"], *rest)
-        return rechunk(origin, target, identity, options["lossy"], *rest, codec=options["codec"])
+            return recode(origin, target, codec, *rest, encryption_key=key)
+        return rechunk(origin, target, identity, options["lossy"], *rest, codec=codec, encryption_key=key)
 
 
 def _partition(text: str | None) -> list[int] | None:
@@ -244,7 +253,7 @@ def _partition(text: str | None) -> list[int] | None:
 
 def _refuse(options: dict[str, Any], what: str, *names: str) -> None:
     """ConfigError for options that this conversion would ignore."""
-    flags = {"prefixes": "--prefix", "token_files": "--tokens"}
+    flags = {"prefixes": "--prefix", "token_files": "--tokens", "dst_encryption_key": "--dst-encryption-key-file"}
     for name in names:
         if options[name] not in (None, False, (), ""):
             raise ConfigError(f"{flags.get(name, '--' + name.replace('_', '-'))} does not go with {what}")

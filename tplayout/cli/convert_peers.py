@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tplayout.cli.sides import is_local, local_path, open_destination, open_source
+from tplayout.cli.sides import is_local, key_of_destination, local_path, open_destination, open_source
 from tplayout.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ def convert_peer(
             options["jobs"],
             tick,
             options["dry_run"],
+            key_of_destination(options),
         )
     return (kind, "store"), report
 
@@ -130,7 +131,7 @@ def convert_to_tier(source: str, destination: str, options: dict[str, Any], tick
     tokens = _prompt(options)
     tier = replace(open_tier(options["engine_config"]), root=_directory(destination))
     with open_source(source, options["storage_options"], options["timeout"], destination) as store:
-        origin = choose_namespace(store, options["namespace"], options["secret"])
+        origin = choose_namespace(store, options["namespace"], options["secret"], options["encryption_key"])
         group = only_group(origin.identity.geometry)
         rows = rows_of(tier, group, options["engine_tp"], options["page_order"])
         hashes = tier.hashes(tokens, options["hash_algo"], options["hash_seed"])
@@ -146,7 +147,7 @@ def convert_to_transformers(source: str, destination: str, options: dict[str, An
     if not is_local(destination):
         raise ConfigError(f"DST {destination}: a file for transformers is a local one")
     with open_source(source, options["storage_options"], options["timeout"], destination) as store:
-        origin = choose_namespace(store, options["namespace"], options["secret"])
+        origin = choose_namespace(store, options["namespace"], options["secret"], options["encryption_key"])
         file = local_path(destination)
         return store_to_transformers(origin, tokens, file, options["jobs"], tick, options["dry_run"])
 
@@ -161,7 +162,15 @@ def convert_transformers(source: str, destination: str, options: dict[str, Any],
         destination, options["storage_options"], options["dst_storage_options"], options["timeout"], source
     ) as store:
         return import_transformers(
-            local_path(source), store, identity, options["secret"], model, options["jobs"], tick, options["dry_run"]
+            local_path(source),
+            store,
+            identity,
+            options["secret"],
+            model,
+            options["jobs"],
+            tick,
+            options["dry_run"],
+            key_of_destination(options),
         )
 
 

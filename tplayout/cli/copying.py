@@ -12,6 +12,7 @@ from tplayout.cli.common import (
     count_of,
     dry_run_option,
     emit_json,
+    encryption_key_option,
     jobs_option,
     json_option,
     note,
@@ -22,6 +23,7 @@ from tplayout.cli.common import (
     store_options,
 )
 from tplayout.cli.sides import (
+    destination_key_option,
     destination_options,
     namespace_option,
     open_destination,
@@ -29,10 +31,12 @@ from tplayout.cli.sides import (
     selection_options,
 )
 from tplayout.errors import FormatError, NotFound
+from tplayout.format.layout import CODEC_AES_256_GCM
 
 if TYPE_CHECKING:
     from tplayout.admin.copy import Copied
     from tplayout.admin.namespaces import OpenNamespace
+    from tplayout.format.encrypted import EncryptionKey
     from tplayout.storage.base import Store
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,6 +54,8 @@ def copy_options(function: F) -> F:
         destination_options,
         store_options,
         secret_option,
+        destination_key_option,
+        encryption_key_option,
         dry_run_option,
         jobs_option,
         selection_options,
@@ -91,13 +97,14 @@ def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> d
     from tplayout.admin.selection import read_token_file, selected
 
     check_not_nested(origin, target)
-    secret, jobs = options["secret"], options["jobs"]
+    secret, key, own, jobs = (options[name] for name in ("secret", "encryption_key", "dst_encryption_key", "jobs"))
+    codec = None if own is None else CODEC_AES_256_GCM  # else DST keeps what it has, and a new one what SRC has
     prompts = [read_token_file(path) for path in options["token_files"]]
     reports: dict[str, Copied] = {}
     if options["namespace"] or options["prefixes"] or prompts:
-        chosen = [choose_namespace(origin, options["namespace"], secret)]
+        chosen = [choose_namespace(origin, options["namespace"], secret, key)]
     else:
-        chosen = _sound_namespaces(origin, secret, reports)
+        chosen = _sound_namespaces(origin, secret, key, reports)
     if not chosen and not reports:
         raise NotFound(f"{origin.url}: no namespace is stored here")
     with progress("moving" if move else "copying") as whole:
@@ -109,15 +116,20 @@ def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> d
                 index = build_index(namespace)
                 keys = selected(index, options["prefixes"], prompts, options["salt"])
             if move:
-                report = move_namespace(namespace, target, secret, keys, jobs, tick, options["dry_run"])
+                dry = options["dry_run"]
+                report = move_namespace(namespace, target, secret, keys, jobs, tick, dry, codec, own or key)
             else:
                 dry, again = options["dry_run"], options["recheck"]
-                report = copy_namespace(namespace, target, secret, keys, index, jobs, tick, dry, again)
+                report = copy_namespace(
+                    namespace, target, secret, keys, index, jobs, tick, dry, again, codec, own or key
+                )
             reports[namespace.name] = report
     return reports
 
 
-def _sound_namespaces(origin: Store, secret: bytes | None, reports: dict[str, Copied]) -> list[OpenNamespace]:
+def _sound_namespaces(
+    origin: Store, secret: bytes | None, key: EncryptionKey | None, reports: dict[str, Copied]
+) -> list[OpenNamespace]:
     """The namespaces of a whole store. One whose document is damaged is reported so, and keeps no other back."""
     from tplayout.admin.copy import Copied
     from tplayout.admin.namespaces import names, open_namespace
@@ -126,7 +138,7 @@ def _sound_namespaces(origin: Store, secret: bytes | None, reports: dict[str, Co
     found = []
     for name in names(origin):
         try:
-            found.append(open_namespace(origin, name, secret))
+            found.append(open_namespace(origin, name, secret, key))
         except NotFound:  # moved or deleted since it was listed
             continue
         except FormatError as error:

@@ -28,6 +28,7 @@ def namespace_json(space: Namespace) -> dict[str, Any]:
         "digest": None if document is None else document.storage.digest,
         "key_id": None if document is None else document.storage.key_id,
         "codec": None if document is None else document.storage.codec,
+        "encryption_key_id": None if document is None else document.storage.encryption_key_id,
         "chunks": space.chunks,
         "objects": len(space.objects),
         "bytes": space.nbytes,

@@ -12,6 +12,7 @@ from tplayout.admin.usage import AGES, PrefixShare, Share, by_age, by_namespace,
 from tplayout.cli.common import (
     age,
     emit_json,
+    encryption_key_option,
     jobs_option,
     json_option,
     moment,
@@ -23,6 +24,8 @@ from tplayout.cli.common import (
     table,
 )
 from tplayout.cli.describe import SHORT
+from tplayout.errors import ConfigError
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.storage.base import Store
 
 _EPILOG = """\b
@@ -50,6 +53,7 @@ JSON:
 )
 @click.option("--top", type=click.IntRange(1), default=20, show_default=True, help="Print so many prefixes (not JSON).")
 @jobs_option
+@encryption_key_option
 @store_options
 @json_option
 def command(
@@ -58,6 +62,7 @@ def command(
     by: str,
     top: int,
     jobs: int,
+    encryption_key: EncryptionKey | None,
     storage_options: dict[str, Any],
     timeout: float,
     as_json: bool,
@@ -78,7 +83,7 @@ def command(
                 for share in by_age(objects)
             ]
         else:
-            prefixes = _prefixes(store, catalog, jobs)
+            prefixes = _prefixes(store, catalog, jobs, encryption_key)
             rows = [_prefix_json(share) for share in prefixes]
         if as_json:
             emit_json({"url": store.url, "by": by, **total, "rows": rows})
@@ -95,14 +100,17 @@ def command(
             note(f"{total['objects']} objects, {size(total['bytes'])}")
 
 
-def _prefixes(store: Store, catalog: Catalog, jobs: int) -> list[PrefixShare]:
+def _prefixes(store: Store, catalog: Catalog, jobs: int, encryption_key: EncryptionKey | None) -> list[PrefixShare]:
     shares: list[PrefixShare] = []
     for space in catalog.namespaces.values():
         if space.document is None:
             note(f"namespace {space.name} is left out: {space.fault}")
             continue
-        with progress(f"reading {space.name[:SHORT]}") as tick:
-            shares += by_prefix(space, read_links(store, space, jobs, tick))
+        try:
+            with progress(f"reading {space.name[:SHORT]}") as tick:
+                shares += by_prefix(space, read_links(store, space, jobs, tick, encryption_key))
+        except ConfigError as error:  # encrypted with a key that is not given
+            note(f"left out: {error}")
     return sorted(shares, key=lambda share: -share.nbytes)
 
 

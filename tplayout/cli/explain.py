@@ -17,6 +17,7 @@ from tplayout.admin.wanted import tokens_of_text, wanted_identity
 from tplayout.cli.common import (
     count_of,
     emit_json,
+    encryption_key_option,
     jobs_option,
     json_option,
     note,
@@ -29,6 +30,7 @@ from tplayout.cli.common import (
 )
 from tplayout.cli.describe import SHORT
 from tplayout.errors import ConfigError
+from tplayout.format.encrypted import EncryptionKey
 
 _EPILOG = """\b
 JSON:
@@ -41,6 +43,7 @@ JSON:
                            telling first; reason is one of
                              empty-store too-short dtype kv-dtype weights chunk-size
                              quantization scales geometry config secret
+                             encryption-key
                              damaged-namespace salt first-token diverges not-stored
                              gap damaged window
   nearby                   [{namespace, model, hit_chunks, differs_in}]: other namespaces
@@ -89,6 +92,7 @@ def _overrides(ctx: click.Context, param: click.Parameter, value: str | None) ->
 )
 @jobs_option
 @secret_option
+@encryption_key_option
 @store_options
 @json_option
 def command(
@@ -108,6 +112,7 @@ def command(
     max_scan: int,
     jobs: int,
     secret: bytes | None,
+    encryption_key: EncryptionKey | None,
     storage_options: dict[str, Any],
     timeout: float,
     as_json: bool,
@@ -135,7 +140,15 @@ def command(
     prompt = Prompt(tokens, salt)
     with open_store(url, storage_options, timeout, must_exist=True) as store, progress("looking") as tick:
         answer = explain(
-            store, wanted, prompt, secret=secret, deep=not quick, jobs=jobs, max_scan=max_scan, progress=tick
+            store,
+            wanted,
+            prompt,
+            secret=secret,
+            deep=not quick,
+            jobs=jobs,
+            max_scan=max_scan,
+            progress=tick,
+            encryption_key=encryption_key,
         )
     if as_json:
         emit_json({"url": store.url, **_document(answer)})

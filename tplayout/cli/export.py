@@ -11,6 +11,7 @@ from tplayout.cli.common import (
     count_of,
     dry_run_option,
     emit_json,
+    encryption_key_option,
     json_option,
     open_store,
     progress,
@@ -38,13 +39,15 @@ JSON: {"file", "namespace", "prefixes", "objects", "bytes", "dry_run"}
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 @dry_run_option
 @secret_option
+@encryption_key_option
 @store_options
 @json_option
 def command(url: str, file: Path, as_json: bool, **options: Any) -> int:
     """Write prefixes of the store at URL to FILE, for `tplayout import` into another store.
 
     Say which with --prefix or --tokens; without, all prefixes of the namespace. The file is a plain tar archive, and
-    holds token ids and KV in clear. Everything is verified; a damaged object stops the export.
+    holds objects as the store does: token ids and KV in clear, unless they are encrypted. Everything is verified; a
+    damaged object stops the export.
     """
     from tplayout.admin.bundle import export_prefixes
     from tplayout.admin.chains import build_index
@@ -59,7 +62,7 @@ def command(url: str, file: Path, as_json: bool, **options: Any) -> int:
         open_store(url, options["storage_options"], options["timeout"], must_exist=True) as store,
         progress("exporting") as tick,
     ):
-        origin = choose_namespace(store, options["namespace"], options["secret"])
+        origin = choose_namespace(store, options["namespace"], options["secret"], options["encryption_key"])
         index = build_index(origin)
         keys = selected(index, options["prefixes"], prompts, options["salt"])
         done = export_prefixes(index, keys, file, options["jobs"], tick, options["dry_run"])

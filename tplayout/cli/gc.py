@@ -12,6 +12,7 @@ from tplayout.cli.common import (
     count_of,
     dry_run_option,
     emit_json,
+    encryption_key_option,
     jobs_option,
     json_option,
     note,
@@ -73,6 +74,7 @@ JSON: {"order": "use" or "age", "bytes_before", "bytes_after", "chunks", "object
 @jobs_option
 @dry_run_option
 @yes_option
+@encryption_key_option
 @store_options
 @json_option
 def command(url: str, as_json: bool, **options: Any) -> int:
@@ -80,7 +82,8 @@ def command(url: str, as_json: bool, **options: Any) -> int:
 
     Tails of prefixes go before their heads. On a local or shared file system servers note when a chunk is used; other
     stores know only when it was written, and the output says which decided. Servers may go on meanwhile: what they
-    miss they compute again. Without limits only temporary files of dead writers go.
+    miss they compute again. Without limits only temporary files of dead writers go. What is encrypted is left alone
+    without its key, which alone tells heads from tails.
     """
     from tplayout.admin.prune import Kept, Limits, carry_out, plan
     from tplayout.admin.selection import read_token_file
@@ -90,7 +93,8 @@ def command(url: str, as_json: bool, **options: Any) -> int:
     kept = Kept([key.lower() for key in options["keep"]], prompts, options["salt"])
     with open_store(url, options["storage_options"], options["timeout"], must_exist=True) as store:
         with progress("reading") as tick:
-            decided = plan(store, limits, kept, options["namespace"], None, options["jobs"], tick)
+            key = options["encryption_key"]
+            decided = plan(store, limits, kept, options["namespace"], None, options["jobs"], tick, key)
         if not options["dry_run"] and (decided.names or decided.temporaries):
             what = (
                 f"{count_of(len(decided.names), 'object')} and {count_of(len(decided.temporaries), 'temporary file')}"

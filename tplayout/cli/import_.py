@@ -11,6 +11,7 @@ from tplayout.cli.common import (
     count_of,
     dry_run_option,
     emit_json,
+    encryption_key_option,
     jobs_option,
     json_option,
     note,
@@ -33,6 +34,7 @@ JSON: {"namespace", "objects", "present", "bytes", "damaged": {object: reason}, 
 @jobs_option
 @dry_run_option
 @secret_option
+@encryption_key_option
 @store_options
 @json_option
 def command(file: Path, url: str, as_json: bool, **options: Any) -> int:
@@ -43,7 +45,8 @@ def command(file: Path, url: str, as_json: bool, **options: Any) -> int:
     from tplayout.admin.bundle import import_bundle
 
     with open_store(url, options["storage_options"], options["timeout"]) as store, progress("importing") as tick:
-        done = import_bundle(file, store, options["secret"], options["jobs"], tick, options["dry_run"])
+        secret, key = options["secret"], options["encryption_key"]
+        done = import_bundle(file, store, secret, options["jobs"], tick, options["dry_run"], key)
     if as_json:
         emit_json(
             {

@@ -12,6 +12,7 @@ from tplayout.admin.heatmap import draw
 from tplayout.admin.inspection import Cell, Opened, Statistics, cells, find, norms, read, statistics
 from tplayout.cli.common import (
     emit_json,
+    encryption_key_option,
     json_option,
     moment,
     note,
@@ -24,6 +25,7 @@ from tplayout.cli.common import (
 )
 from tplayout.cli.describe import group_json, group_shape, namespace_json
 from tplayout.errors import ConfigError
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.keys import NO_EXTRAS, ROOT
 from tplayout.format.layout import CODEC_NONE, ChunkLayout
 from tplayout.storage.base import Store
@@ -35,12 +37,13 @@ JSON:
                          section_bytes, cell_bytes, digest_bytes}] of its objects
 With CHUNK:
   url, object, bytes, modified, namespace, key, group, group_index
-  sound                  true, false, or null: keyed digests and no secret
+  sound                  true, false, or null: keyed digests and no secret, or encrypted
+                         and no key
   fault                  {reason, detail} or null
   parent, extras         hex; null if the object ends before. first_chunk: no parent;
                          has_extras: adapter, multimodal items or salt
   tokens                 token ids
-  digest, key_id, codec, layout; group is one of `ls`' groups
+  digest, key_id, codec, encryption_key_id, layout; group is one of `ls`' groups
   cells                  [{head, layer, digest, ok}]
   siblings               objects of the chunk's other groups
   statistics             [{part, min, max, mean, std, nans, infinities}], with --cell
@@ -73,6 +76,7 @@ def _cell(ctx: click.Context, param: click.Parameter, value: str | None) -> tupl
 @click.option("--tokens", "list_tokens", is_flag=True, help="Print all token ids, not only the first.")
 @click.option("--heatmap", metavar="FILE.png", help="Draw the norm of every head and layer (needs Pillow).")
 @secret_option
+@encryption_key_option
 @store_options
 @json_option
 def command(
@@ -85,6 +89,7 @@ def command(
     list_tokens: bool,
     heatmap: str | None,
     secret: bytes | None,
+    encryption_key: EncryptionKey | None,
     storage_options: dict[str, Any],
     timeout: float,
     as_json: bool,
@@ -101,7 +106,12 @@ def command(
             _show_namespaces(store, namespace, as_json)
             return 0
         space, stored, siblings = find(store, chunk, namespace, group)
-        opened = read(store, space, stored, secret, siblings)
+        opened = read(store, space, stored, secret, siblings, encryption_key)
+    if opened.sealed and (cell is not None or heatmap is not None):
+        raise opened.fault or ConfigError(
+            f"{opened.name} is encrypted: --cell and --heatmap need its key {opened.encryption_key_id}: give "
+            "--encryption-key-file or TPLAYOUT_ENCRYPTION_KEY"
+        )
     found = list(cells(opened))
     of_cell = None if cell is None else statistics(opened, *cell)
     if heatmap is not None:
@@ -150,12 +160,14 @@ def _print_namespace(space: Namespace) -> None:
     say(f"  model         {space.document.model}")
     say(f"  weights       {identity.weights}")
     say(f"  computed in   {identity.compute_dtype}, weights quantised: {identity.quantization or 'no'}")
-    say(f"  digests       {facts.digest}{f', secret {facts.key_id}' if facts.key_id else ''}; codec {facts.codec}")
+    key = f", encryption key {facts.encryption_key_id}" if facts.encryption_key_id else ""
+    say(f"  digests       {facts.digest}{f', secret {facts.key_id}' if facts.key_id else ''}; codec {facts.codec}{key}")
     say(f"  chunks        {space.chunks} of {identity.geometry.chunk_tokens} tokens, {size(space.nbytes)}")
     for group, layout in zip(identity.geometry.groups, space.layouts(), strict=True):
         window = f", window {group.window}" if group.window else ""
         say(f"  group {layout.group_index}       {group.name}: {group.dtype} {group_shape(group)}{window}")
-        plain = "" if facts.codec == CODEC_NONE else ", before they are packed"
+        stored = "encrypted" if facts.encryption_key_id else "packed"
+        plain = "" if facts.codec == CODEC_NONE else f", before they are {stored}"
         say(f"                objects of {size(layout.nbytes)}{plain}, cells of {size(layout.cell_bytes)}")
     for name, value in sorted(identity.config.items()):
         say(f"  config        {name} = {value}")
@@ -200,6 +212,7 @@ def _chunk_json(opened: Opened, found: list[Cell]) -> dict[str, Any]:
         "digest": layout.digest_name,
         "key_id": layout.key_id,
         "codec": opened.codec,
+        "encryption_key_id": opened.encryption_key_id,
         "layout": _layout_json(layout),
         "cells": [{"head": one.head, "layer": one.layer, "digest": one.digest.hex(), "ok": one.ok} for one in found],
         "siblings": list(opened.siblings),
@@ -247,7 +260,9 @@ def _print_chunk(opened: Opened, found: list[Cell], list_tokens: bool) -> None:
         say(f"  parent    {'none: it begins a prefix' if chunk.parent == ROOT else chunk.parent.hex()}")
         say(f"  extras    {'none' if chunk.extras == NO_EXTRAS else f'{chunk.extras.hex()} (adapter, items or salt)'}")
         say(f"  tokens    {' '.join(map(str, shown))}{dots}")
-    say(f"  digests   {layout.digest_name}{f', secret {layout.key_id}' if layout.key_id else ''}; codec {opened.codec}")
+    key = f", encryption key {opened.encryption_key_id}" if opened.encryption_key_id else ""
+    secret = f", secret {layout.key_id}" if layout.key_id else ""
+    say(f"  digests   {layout.digest_name}{secret}; codec {opened.codec}{key}")
     damaged = [one for one in found if one.ok is False]
     missing = layout.group.heads * len(layout.group.layers) - len(found)
     state = "not checked" if opened.unsure else f"{len(damaged)} damaged"
@@ -260,6 +275,9 @@ def _print_chunk(opened: Opened, found: list[Cell], list_tokens: bool) -> None:
         say(f"  also      {name}")
     if opened.fault is not None:
         say(f"  DAMAGED   {opened.fault.reason}: {opened.fault.detail}")
+    elif opened.sealed:
+        compared = "not verified" if opened.hasher is None else "its stored bytes match their digests"
+        say(f"  encrypted: {compared}; the key {opened.encryption_key_id} shows more (--encryption-key-file)")
     elif opened.unsure:
         say(f"  not verified: the digests need the secret {layout.key_id} (--secret-key-file)")
     else:

@@ -12,6 +12,7 @@ from tplayout.cli.common import (
     age,
     count_of,
     emit_json,
+    encryption_key_option,
     jobs_option,
     json_option,
     note,
@@ -31,12 +32,13 @@ from tplayout.cli.describe import (
     segment_remark,
     shape,
 )
+from tplayout.format.encrypted import EncryptionKey
 
 _EPILOG = """\b
 JSON:
   url, namespaces        [{namespace, model, weights, compute_dtype, quantization,
-                         chunk_tokens, groups, digest, key_id, codec, chunks, objects,
-                         bytes, oldest, newest, fault}]; what namespace.json says is
+                         chunk_tokens, groups, digest, key_id, codec,
+                         encryption_key_id, chunks, objects, bytes, oldest, newest, fault}]; what namespace.json says is
                          null where it cannot be read, and fault says why; groups are
                          [{name, kind, layers, heads, parts: [{name, dim}], dtype, scales,
                          window}]
@@ -61,10 +63,17 @@ Examples:
 @click.argument("url")
 @click.argument("namespace", required=False)
 @jobs_option
+@encryption_key_option
 @store_options
 @json_option
 def command(
-    url: str, namespace: str | None, jobs: int, storage_options: dict[str, Any], timeout: float, as_json: bool
+    url: str,
+    namespace: str | None,
+    jobs: int,
+    encryption_key: EncryptionKey | None,
+    storage_options: dict[str, Any],
+    timeout: float,
+    as_json: bool,
 ) -> None:
     """Show the namespaces of the store at URL; with NAMESPACE (its first digits) its prefixes as a tree.
 
@@ -82,7 +91,7 @@ def command(
             return
         (space,) = catalog.namespaces.values()
         with progress("reading prefixes") as tick:
-            links = read_links(store, space, jobs, tick)
+            links = read_links(store, space, jobs, tick, encryption_key)
         geometry = space.known().identity.geometry
         segments = tree(geometry, space.objects, links.parents)
         if as_json:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tplayout.cli.common import open_store, parse_storage_options
+from tplayout.cli.common import encryption_key_of, open_store, parse_storage_options
 from tplayout.storage.base import Store
+
+if TYPE_CHECKING:
+    from tplayout.format.encrypted import EncryptionKey
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,6 +28,13 @@ destination_options = click.option(
     multiple=True,
     callback=_options,
     help="As --storage-option, for the second URL only, which then takes no other.",
+)
+destination_key_option = click.option(
+    "--dst-encryption-key-file",
+    "dst_encryption_key",
+    metavar="FILE",
+    callback=encryption_key_of,
+    help="The key that DST is encrypted with; without it that of --encryption-key-file.",
 )
 namespace_option = click.option(
     "--namespace", metavar="HEX", help="The namespace, by its first digits; needed where a store has several."
@@ -57,6 +67,12 @@ def selection_options(function: F) -> F:
     )
     salt = click.option("--salt", help="The cache salt of the prompts in --tokens.")
     return prefix(tokens(salt(function)))
+
+
+def key_of_destination(options: Mapping[str, Any]) -> EncryptionKey | None:
+    """What DST is encrypted with, if anything."""
+    key: EncryptionKey | None = options["dst_encryption_key"] or options["encryption_key"]
+    return key
 
 
 def is_local(url: str) -> bool:

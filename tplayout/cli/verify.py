@@ -9,13 +9,14 @@ import click
 
 from tplayout.admin.check import Kind
 from tplayout.admin.quarantine import ON_REQUEST, Move, plan, quarantine
-from tplayout.admin.verify import TEMPORARY_AGE_S, Report, verify_store
+from tplayout.admin.verify import Report, verify_store
 from tplayout.cli.common import (
     check_can_ask,
     confirm,
     count_of,
     dry_run_option,
     emit_json,
+    encryption_key_option,
     jobs_option,
     json_option,
     note,
@@ -30,6 +31,8 @@ from tplayout.cli.common import (
     yes_option,
 )
 from tplayout.errors import ConfigError
+from tplayout.format.encrypted import EncryptionKey
+from tplayout.storage.base import TEMPORARY_AGE_S
 
 _EPILOG = """\b
 JSON:
@@ -37,6 +40,8 @@ JSON:
   sound                  false if there is damage: the answer, and the exit code
   namespaces, checked,   how many, bytes read; skipped: objects of namespaces without
   bytes, skipped         a readable namespace.json
+  undecrypted            encrypted objects of which only the stored bytes were compared
+                         with their digests, for want of the key
   findings               [{kind, damage, object, reason, detail, fix, bytes, home, objects}]
     kind                 damaged truncated misnamed foreign unreadable unidentified,
                          and without damage: temporary unreachable
@@ -81,6 +86,7 @@ Examples:
 )
 @jobs_option
 @secret_option
+@encryption_key_option
 @dry_run_option
 @yes_option
 @store_options
@@ -97,6 +103,7 @@ def command(
     also: tuple[str, ...],
     jobs: int,
     secret: bytes | None,
+    encryption_key: EncryptionKey | None,
     dry_run: bool,
     yes: bool,
     storage_options: dict[str, Any],
@@ -107,7 +114,9 @@ def command(
 
     Every byte is read and compared with its digest (--quick: sizes, headers and keys). Damage makes the exit code 1.
     Also told, and no damage: temporary files of writers that died, and chunks that no server can use because the prefix
-    before them has a gap. Each comes with the command that mends it. Nothing is changed without --quarantine.
+    before them has a gap. Each comes with the command that mends it. Nothing is changed without --quarantine. Encrypted
+    objects are opened where the key is given; else what is stored is compared with its digests, which finds damage, but
+    no forgery.
     """
     if (dry_run or also) and not move:
         raise ConfigError("--dry-run and --also go with --quarantine: nothing else changes anything")
@@ -126,6 +135,7 @@ def command(
                 temporary_age=temporary_age,
                 journal_path=journal,
                 progress=tick,
+                encryption_key=encryption_key,
             )
         if not report.namespaces and not report.findings:
             note(f"nothing is stored in {store.url}: is the URL right?")
@@ -138,7 +148,15 @@ def command(
         elif chosen:
             confirm(f"Move {_counted(chosen)} to tplayout-quarantine/ in {store.url}?", yes)
             with progress("moving") as tick:
-                moves = quarantine(store, chosen, secret=secret, deep=not quick, jobs=jobs, progress=tick)
+                moves = quarantine(
+                    store,
+                    chosen,
+                    secret=secret,
+                    deep=not quick,
+                    jobs=jobs,
+                    progress=tick,
+                    encryption_key=encryption_key,
+                )
         moved = {done.name for done in moves if not done.left}
         remaining = [finding for finding in report.damage if finding.name not in moved]
         if as_json:
@@ -161,6 +179,12 @@ def _print_findings(report: Report, deep: bool) -> None:
     depth = "every byte" if deep else "sizes, headers and keys"
     where = count_of(report.namespaces, "namespace")
     say(f"{count_of(report.checked, 'object')} in {where} checked ({depth}), {size(report.nbytes)} read")
+    if report.sealed:
+        compared = "the stored bytes" if deep else "size and header"
+        say(
+            f"{count_of(report.sealed, 'encrypted object')} of these: only {compared} checked, nothing authenticated, "
+            "for want of the key (--encryption-key-file)"
+        )
     kinds = Counter(finding.kind.value for finding in report.damage)
     if kinds:
         say("NOT sound: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
@@ -183,6 +207,7 @@ def _document(url: str, report: Report, moves: list[Move], deep: bool) -> dict[s
         "checked": report.checked,
         "bytes": report.nbytes,
         "skipped": report.skipped,
+        "undecrypted": report.sealed,
         "findings": [
             {
                 "kind": finding.kind.value,
