@@ -69,15 +69,22 @@ def writer(
     return running
 
 
+def check_each(
+    running: Engine, adapters: dict[str, Adapter | None], prompt: list[int], wanted: dict[str, Output]
+) -> None:
+    """Asked of the base model and of each adapter, the prompt comes from the store, and the answer is right."""
+    for name, lora in adapters.items():
+        forget(running)
+        answer, count = supplied(running, prompt, lora=lora)
+        assert count == FULL
+        assert_same(answer, wanted[name])
+
+
 @pytest.mark.row("LoRA", "the base model and two adapters: kept apart, each finds its own")
 def test_each_finds_its_own(
     writer: Engine, root: Path, adapters: dict[str, Adapter | None], prompt: list[int], wanted: dict[str, Output]
 ) -> None:
-    for name, lora in adapters.items():
-        forget(writer)
-        answer, count = supplied(writer, prompt, lora=lora)
-        assert count == FULL
-        assert_same(answer, wanted[name])
+    check_each(writer, adapters, prompt, wanted)
     assert len(verified(root)) == 3 * FULL // CHUNK
 
 
@@ -117,8 +124,4 @@ def test_another_tp_size(
 ) -> None:
     args = engine_args("llama", 2, block_size=32, **LORA, **offload(f"file://{root}"))
     with engine(args, logs / "lora-tp2.log") as running:
-        for name, lora in {**adapters, "a": ("renamed", 3, str(directory / "copy-of-a"))}.items():
-            forget(running)
-            answer, count = supplied(running, prompt, lora=lora)
-            assert count == FULL
-            assert_same(answer, wanted[name])
+        check_each(running, {**adapters, "a": ("renamed", 3, str(directory / "copy-of-a"))}, prompt, wanted)

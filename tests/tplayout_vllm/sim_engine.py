@@ -145,6 +145,12 @@ class SimEngine:
     def finished(self, name: str) -> bool:
         return self.requests[name].is_finished()
 
+    def add_and_load(self, text: Text, prompt: int) -> str:
+        """A request whose load has begun and, where copies are delayed, has not ended; its name."""
+        name = self.add(text, prompt)
+        self.until(lambda: self.loading(name), flush=False)
+        return name
+
     def loading(self, name: str) -> bool:
         return self.requests[name].status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
@@ -172,12 +178,14 @@ class SimEngine:
             self.execute()
             self.update()
 
-    def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 60.0, flush: bool = True) -> None:
+        """Step until it is so. flush: copies that are delayed end with each step."""
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"not within {seconds} s; {self._describe()}"
             self.step()
-            self.flush()
+            if flush:
+                self.flush()
 
     def _describe(self) -> str:
         requests = [

@@ -159,8 +159,7 @@ def test_an_idle_engine_publishes_what_it_saved(sim: Sim) -> None:
     engine = sim.engine()
     text = sim.text(2)
     name = engine.add(text, 200, 1)
-    while not engine.finished(name):
-        engine.step()
+    engine.until(lambda: engine.finished(name))
     sim.wait(lambda: all(sim.stored(text, 192)))
 
 
@@ -168,8 +167,7 @@ def test_shutting_down_publishes_what_is_complete(sim: Sim) -> None:
     engine = sim.engine()
     text = sim.text(3)
     name = engine.add(text, 200, 1)
-    while not engine.finished(name):
-        engine.step()
+    engine.until(lambda: engine.finished(name))
     engine.close()
     engine.close()
     sim.wait(lambda: all(sim.stored(text, 192)))

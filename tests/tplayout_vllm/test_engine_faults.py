@@ -73,9 +73,7 @@ def test_abort_in_a_load_keeps_the_blocks_until_it_ends(sim: Sim, asynchronous: 
     sim.engine().run(text, 300, 1)
     engine = sim.engine(delayed=True, tp=2, blocks=24, asynchronous=asynchronous)
     free = free_blocks(engine)
-    name = engine.add(text, 300)
-    while not engine.loading(name):
-        engine.step()
+    name = engine.add_and_load(text, 300)
     engine.abort(name)
     assert free - free_blocks(engine) == 8  # 256 tokens
     busy = engine.add(other, 200, 3)
@@ -96,9 +94,7 @@ def test_abort_when_one_rank_has_loaded_and_another_has_not(sim: Sim) -> None:
     sim.engine().run(text, 300, 1)
     engine = sim.engine(delayed=True, tp=2)
     free = free_blocks(engine)
-    name = engine.add(text, 300)
-    while not engine.loading(name):
-        engine.step()
+    name = engine.add_and_load(text, 300)
     engine.ranks[0].side._copies.flush()
     engine.step()
     engine.abort(name)
@@ -115,9 +111,7 @@ def test_abort_after_a_load(sim: Sim) -> None:
     sim.engine().run(text, 300, 1)
     engine = sim.engine(delayed=True, budget=20)
     free = free_blocks(engine)
-    name = engine.add(text, 300)
-    while not engine.loading(name):
-        engine.step()
+    name = engine.add_and_load(text, 300)
     engine.flush()
     engine.step()  # the load ends with this step, and the request is still not scheduled
     assert engine.loading(name)
