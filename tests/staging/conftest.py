@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -51,6 +52,16 @@ def alive(pid):
         return False
 
 
+def regions(pid):
+    """Inodes of the staging regions that a process maps or has open."""
+    found = {int(inode) for inode in re.findall(r" (\d+) +/memfd:tplayout", Path(f"/proc/{pid}/maps").read_text())}
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(fd).startswith("/memfd:tplayout"):
+                found.add(fd.stat().st_ino)
+    return found
+
+
 class Ranks:
     """Writers in processes of their own."""
 
@@ -91,6 +102,7 @@ class World:
     TOKENS = TOKENS
     wait_until = staticmethod(wait_until)
     alive = staticmethod(alive)
+    regions = staticmethod(regions)
 
     def __init__(self, root):
         self.root = root
@@ -192,16 +204,12 @@ class World:
         }
         return {place: bytes(view[span.start : span.stop]) for place, span in spans.items()}
 
-    def users_of(self, ref):
-        """Pids of processes that still map the region."""
-        inode = os.stat(f"/proc/{ref.pid}/fd/{ref.fd}").st_ino
-        return self.users_of_inode(inode)
-
     def users_of_inode(self, inode):
+        """Pids of processes that map the staging region with that inode, or have it open."""
         pids = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and f" {inode} /memfd:tplayout" in (entry / "maps").read_text():
+                if entry.name.isdigit() and inode in regions(entry.name):
                     pids.append(int(entry.name))
         return pids
 

@@ -15,6 +15,7 @@ import pytest
 from tplayout.errors import FormatError
 from tplayout.format.chunk import chunk_layout, verify
 from tplayout.format.digest import make_hasher
+from tplayout.format.encrypted import EncryptionKey
 
 HERE = Path(__file__).parent
 SECRET = b"do-not-show-this-secret-key-0123"
@@ -85,10 +86,13 @@ def test_it_runs_on_all_cpus_whatever_we_are_bound_to(world):
 
 def test_no_secret_in_argv_environment_or_repr(world):
     options = {"key": "id", "secret": "s3cr3t-of-the-store", "endpoint_url": "http://127.0.0.1:9"}
-    stager = world.stager(secret=SECRET, storage_options=options, url="s3://bucket/x")
+    key = EncryptionKey(b"do-not-show-this-key-either-0123")
+    stager = world.stager(
+        secret=SECRET, storage_options=options, url="s3://bucket/x", codec="aes-256-gcm", encryption_key=key
+    )
     (pid,) = hello(world, stager)
     world.wait_until(lambda: os.readlink(f"/proc/{pid}/fd/2") == "/dev/null")
-    secrets = [SECRET, SECRET.hex().encode(), b"s3cr3t"]
+    secrets = [SECRET, SECRET.hex().encode(), b"s3cr3t", b"this-key-either", key.reveal().encode()]
     for entry in ("cmdline", "environ"):
         shown = Path(f"/proc/{pid}/{entry}").read_bytes()
         assert not any(secret in shown for secret in secrets)
@@ -138,6 +142,7 @@ def test_when_the_scheduler_is_killed_complete_slots_are_published_and_nothing_i
     environment = {**os.environ, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
     scheduler = subprocess.Popen(code, stdout=subprocess.PIPE, text=True, env=environment)
     report = json.loads(scheduler.stdout.readline())
+    assert {scheduler.pid, *report["pids"]} <= set(world.users_of_inode(report["inode"]))
     os.kill(scheduler.pid, signal.SIGKILL)
     scheduler.wait()
     killed = time.monotonic()
