@@ -12,12 +12,11 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tplayout.cache.codec import require
+from tplayout.cache.codec import begun_codec, check_key, require
 from tplayout.cache.namespace import OF_OTHERS, read_namespace
 from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, StorageError
 from tplayout.format.digest import CellHasher, make_hasher
-from tplayout.format.identity import Identity, namespace_document
-from tplayout.format.layout import CODEC_NONE
+from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
 from tplayout.model import describe_weights, model_config, read_config, weight_quantization
 from tplayout.staging.plan import StagingPlan
 from tplayout.staging.region import RegionError, RegionPlan
@@ -76,8 +75,9 @@ def open_scheduler_side(
     placement = place(reports, options.chunk_tokens, model.get_total_num_kv_heads(), parallel.tensor_parallel_size)
     identity = _identity(vllm_config, options, placement)
     hasher, codec, agreed = _storage(options, identity)
-    facts = {"digest": hasher.name, "key_id": hasher.key_id, "codec": codec}
-    document = namespace_document(identity, facts, _shown_name(model))
+    key_id = None if options.encryption_key is None else options.encryption_key.id
+    facts = StorageFacts(hasher.name, hasher.key_id, codec, key_id)
+    document = NamespaceDocument(identity, facts, _shown_name(model)).to_bytes()
     writers = tuple(len(ranks) for ranks in placement.writers)
     plan = StagingPlan(
         url=options.url,
@@ -89,6 +89,7 @@ def open_scheduler_side(
         agreed=agreed,
         geometry=placement.geometry,
         secret=options.secret,
+        encryption_key=options.encryption_key,
         digest=hasher.name,
         codec=codec,
         slots=1,
@@ -132,7 +133,7 @@ def open_scheduler_side(
         plan.io_processes,
         options.load_deadline,
         hasher.name,
-        codec,
+        codec if key_id is None else f"{codec} (key {key_id})",
         transfer.kv_role,
     )
     return SchedulerSide(
@@ -228,18 +229,23 @@ def _directory(name: str, revision: str | None, wanted: str) -> Path:
 
 
 def _storage(options: Options, identity: Identity) -> tuple[CellHasher, str, bool]:
-    """Look at the namespace once, and take over digest and codec of one that exists. False: the store did not answer.
+    """Look at the namespace once, and take over digest and codec of one that exists.
 
-    A conflict refuses the start, an unreachable store only if `strict`.
+    False: the store did not answer, or is encrypted with another key. A conflict refuses the start, these two only if
+    `strict`: keys are changed while servers run.
     """
+    begun = begun_codec(None, options.encryption_key)
+    require(begun)
     store = open_store(options.url, options.storage_options, timeout_s=min(options.store_timeout, 10.0))
     try:
         found = read_namespace(store, identity)
         if found is not None:
-            require(found.storage.codec)
             hasher = make_hasher(found.storage.digest, options.secret, found.storage.key_id)
+            if not _has_key(options, found):
+                return hasher, begun, False
+            require(found.storage.codec)
             return hasher, found.storage.codec, True
-        return make_hasher(None, options.secret), CODEC_NONE, True
+        return make_hasher(None, options.secret), begun, True
     except StorageError as error:
         if options.strict:
             raise ConfigError(
@@ -264,7 +270,25 @@ def _storage(options: Options, identity: Identity) -> tuple[CellHasher, str, boo
         raise ConfigError(f"the store {redact(options.url)} holds {fault}") from None
     finally:
         store.close()
-    return make_hasher(None, options.secret), CODEC_NONE, False
+    return make_hasher(None, options.secret), begun, False
+
+
+def _has_key(options: Options, found: NamespaceDocument) -> bool:
+    """Whether our encryption key, or none, is the namespace's. If not all of it is a miss; FormatError if strict."""
+    try:
+        check_key(found.storage.codec, found.storage.encryption_key_id, options.encryption_key)
+    except FormatError as error:
+        if options.strict:
+            raise
+        logger.warning(
+            "tplayout: the store %s holds namespace %s in another way (%s): serving WITHOUT it; use another 'url', or "
+            "restart with the 'encryption_key_file' that it was made with",
+            redact(options.url),
+            found.identity.namespace,
+            error,
+        )
+        return False
+    return True
 
 
 def _size(nbytes: float) -> str:

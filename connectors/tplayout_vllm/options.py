@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tplayout.errors import ConfigError
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.storage.url import NOT_LOCAL, absolute_url
 
 SECRET_ENV = "TPLAYOUT_SECRET_KEY"
+ENCRYPTION_KEY_ENV = "TPLAYOUT_ENCRYPTION_KEY"
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
 _UNITS = {
     "": 1,
@@ -48,6 +50,7 @@ class Options:
     strict:            refuse to start when the store cannot be reached.
     weights_label:     names the weights where they have no files (`--load-format dummy`).
     secret:            authenticates what is stored; from the file of `secret_key_file` or from the environment.
+    encryption_key:    encrypts what is stored; from the file of `encryption_key_file` or from the environment.
     """
 
     url: str
@@ -62,6 +65,7 @@ class Options:
     strict: bool = False
     weights_label: str | None = None
     secret: bytes | None = field(default=None, repr=False)
+    encryption_key: EncryptionKey | None = None
 
 
 _NAMES = (
@@ -77,6 +81,7 @@ _NAMES = (
     "strict",
     "weights_label",
     "secret_key_file",
+    "encryption_key_file",
 )
 
 
@@ -114,6 +119,7 @@ def parse_options(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         strict=_boolean(extra, "strict", False),
         weights_label=_text(extra, "weights_label"),
         secret=_secret(extra, environ),
+        encryption_key=_encryption_key(extra, environ),
     )
 
 
@@ -166,15 +172,33 @@ def _size(extra: Mapping[str, Any], name: str) -> int | None:
 
 
 def _secret(extra: Mapping[str, Any], environ: Mapping[str, str]) -> bytes | None:
-    path = _text(extra, "secret_key_file")
-    if path is None:
+    secret = _key_file(extra, "secret_key_file")
+    if secret is None:
         return os.fsencode(environ[SECRET_ENV]) if environ.get(SECRET_ENV) else None
-    try:
-        secret = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise _wrong("secret_key_file", f"cannot be read: {error.strerror}: {path}") from None
-    except ValueError:  # a zero byte
-        raise _wrong("secret_key_file", f"is no path: {path!r}") from None
-    if not secret:
-        raise _wrong("secret_key_file", f"is empty: {path}; put the key into it")
     return secret
+
+
+def _encryption_key(extra: Mapping[str, Any], environ: Mapping[str, str]) -> EncryptionKey | None:
+    text, source = _key_file(extra, "encryption_key_file"), "'encryption_key_file'"
+    if text is None:
+        text, source = os.fsencode(environ.get(ENCRYPTION_KEY_ENV, "")), ENCRYPTION_KEY_ENV
+    try:
+        return EncryptionKey.parse(text, source) if text else None
+    except ConfigError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+
+
+def _key_file(extra: Mapping[str, Any], name: str) -> bytes | None:
+    """What the file holds that an option names, without blanks around it; None without the option."""
+    path = _text(extra, name)
+    if path is None:
+        return None
+    try:
+        key = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise _wrong(name, f"cannot be read: {error.strerror}: {path}") from None
+    except ValueError:  # a zero byte
+        raise _wrong(name, f"is no path: {path!r}") from None
+    if not key:
+        raise _wrong(name, f"is empty: {path}; put the key into it")
+    return key

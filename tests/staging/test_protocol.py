@@ -29,6 +29,7 @@ from tplayout.staging.protocol import (
 
 CONFIG = Config(
     url="file:///x", storage_options={"key": "AKIA", "secret": "s3cr3t"}, timeout_s=3.0, max_bytes=0, secret="ab" * 16,
+    encryption_key="cd" * 32,
     namespace="00" * 32, geometry={"groups": []}, digest="xxh3-128", document="", agreed=False, codec="none",
     region_bytes=1, region_token="t", load_threads=1, save_threads=1, save_wait_s=1.5, drain_s=2.0,
 )  # fmt: skip
@@ -114,3 +115,4 @@ def test_what_json_cannot_hold_is_refused_without_showing_it():
 def test_repr_of_the_configuration_shows_no_secret():
     assert "s3cr3t" not in repr(CONFIG)
     assert "abab" not in repr(CONFIG)
+    assert "cdcd" not in repr(CONFIG)

@@ -7,6 +7,7 @@ import pytest
 from tplayout.cache.codec import make_codec
 from tplayout.errors import ConfigError
 from tplayout.format.chunk import verify
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.staging.slots import SlotRef
 
 
@@ -391,6 +392,37 @@ def test_objects_are_stored_in_the_namespace_s_codec(world):
     for ref, chunk in zip(loader.claim("r", 0, 2), chunks, strict=True):
         assert world.cells(loader, ref) == world.expected(chunk)
     loader.release("r")
+
+
+def test_encrypted_objects_go_and_come(world):
+    """[M43] Slots hold plain objects; what is in the store is sealed, each with a salt of its own."""
+    key = EncryptionKey(bytes(range(32)))
+    encrypted = {"codec": "aes-256-gcm", "encryption_key": key}
+    stager = world.stager(**encrypted)
+    chunks = world.chunks(2)
+    world.save(stager, chunks)
+    layout, hasher = stager.plan.layouts[0], stager.plan.hasher
+    codec = make_codec("aes-256-gcm", hasher, key.id, key)
+    stored = [world.path(chunk).read_bytes() for chunk in chunks]
+    salt = codec.layout(layout).salt_range
+    assert len({data[salt.start : salt.stop] for data in stored}) == 2
+    for chunk, data in zip(chunks, stored, strict=True):
+        verify(codec.unpack(data, layout, chunk.key), layout, stager.plan.namespace, chunk.key, hasher)
+        assert not [cell for cell in world.expected(chunk).values() if cell[:32] in data]
+    stager.close()
+    loader = world.stager(**encrypted)
+    loader.start_lookup("r", chunks)
+    assert world.finish(loader, "r").ready == 2
+    for ref, chunk in zip(loader.claim("r", 0, 2), chunks, strict=True):
+        assert world.cells(loader, ref) == world.expected(chunk)
+    loader.release("r")
+    assert str(key.reveal()) not in repr(loader.plan)
+
+
+@pytest.mark.parametrize("codec", [{"codec": "aes-256-gcm"}, {"encryption_key": EncryptionKey(bytes(32))}])
+def test_a_key_and_a_codec_come_together(world, codec):
+    with pytest.raises(ConfigError, match="encrypt"):
+        world.stager(**{"codec": "none", **codec})
 
 
 @pytest.mark.parametrize("codec", ["none", "shuffle-zstd"])

@@ -302,6 +302,33 @@ def test_a_store_that_turns_out_to_be_kept_in_another_way_is_left_alone(
     assert all("storage.digest: ours 'xxh3-128', theirs 'blake3-keyed'; restart this server" in line for line in said)
 
 
+@pytest.mark.parametrize("server", ["another key", "no key", "a key where nothing is encrypted"])
+def test_another_encryption_key_is_a_miss(
+    sim: Sim, tmp_path: Path, caplog: pytest.LogCaptureFixture, server: str
+) -> None:
+    """[M47] The server starts and goes on, takes nothing of the store and puts nothing into it, and says so."""
+    for name in ("ours", "theirs"):
+        (tmp_path / name).write_text(name.encode().hex().ljust(64, "0"))
+    theirs, ours = ({"encryption_key_file": str(tmp_path / name)} for name in ("theirs", "ours"))
+    text, other = sim.text(70), sim.text(71)
+    sim.engine(options={} if server == "a key where nothing is encrypted" else theirs).run(text, 300, 1)
+    before = {path: path.read_bytes() for path in sim.store.rglob("*") if path.is_file()}
+    engine = sim.engine(caching=False, options={} if server == "no key" else ours)
+    assert sum("serving WITHOUT it" in record.getMessage() for record in caplog.records) == 1
+    for one in (text, other, text, other):
+        name = engine.run(one, 300, 2)
+        assert engine.loaded(name) == 0
+        assert engine.requests[name].get_finished_reason().name == "LENGTH"
+        engine.connector.reset_cache()  # what it has computed itself is right, and served from memory
+    assert {path: path.read_bytes() for path in sim.store.rglob("*") if path.is_file()} == before
+    counted = engine.stager.snapshot()
+    assert set(counted["load_errors"]) == set(counted["save_errors"]) == {"namespace-differs"}
+    assert counted["verification_failures"] == 0  # nothing is damaged
+    said = {record.getMessage() for record in caplog.records if "namespace-differs" in record.getMessage()}
+    assert len(said) == 2  # loads and saves
+    assert all("storage.encryption_key_id" in line or "storage.codec" in line for line in said)
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:9000] + b"x" + data[9001:]])
 def test_a_damaged_object_ends_the_prefix_and_is_replaced(sim: Sim, damage: Callable[[bytes], bytes]) -> None:
     text = sim.text(40)

@@ -12,6 +12,7 @@ from sim_store import Sim
 
 from tplayout.admin.copy import recode
 from tplayout.admin.namespaces import names, open_namespace
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.storage.url import open_store
 
 
@@ -200,7 +201,39 @@ def test_a_packed_namespace_is_adopted(sim: Sim) -> None:
     assert sim.check_store() == 8
 
 
-def in_codec(source: Path, destination: Path, codec: str) -> None:
+def test_an_encrypted_namespace_is_adopted(sim: Sim, tmp_path: Path) -> None:
+    """[M46] Loaded from and saved into by engines with the key; decrypted it is what engines store without one."""
+    old, new = sim.text(70), sim.text(71)
+    key = EncryptionKey(bytes(range(32)))
+    (tmp_path / "key").write_text(key.reveal())
+    options = {"encryption_key_file": str(tmp_path / "key")}
+    sim.engine(tp=2).run(old, 300, 1)
+    plain, sealed, back = sim.store, sim.store.with_name("sealed"), sim.store.with_name("back")
+    in_codec(plain, sealed, "aes-256-gcm", key)
+    sim.store, sim.url = sealed, f"file://{sealed}"
+    engine = sim.engine(tp=4, block=32, options=options)
+    assert engine.loaded(engine.run(old, 300)) == 256
+    engine.run(new, 300, 1)
+    assert all(sim.stored(new, 256))
+    assert all(key.id.encode() in path.read_bytes()[:4096] for _, _, path in sim.objects())
+    assert engine.stager.snapshot()["lookups"].get("damaged", 0) == 0
+    reader = sim.engine(tp=1, options=options)
+    assert reader.loaded(reader.run(new, 300)) == 256
+    in_codec(sealed, back, "none", key)
+    hidden = [key.reveal().encode(), bytes(range(32))]
+    for path in plain.rglob("*.safetensors"):
+        assert (back / path.relative_to(plain)).read_bytes() == path.read_bytes()
+    for path in back.rglob("*.safetensors"):
+        data = path.read_bytes()
+        hidden += [data[4096 : 4096 + 64], data[-4096 - 64 : -4096]]  # token ids, and KV
+    for path in sealed.rglob("*"):
+        assert path.is_dir() or not [text for text in hidden if len(set(text)) > 4 and text in path.read_bytes()]
+    sim.store = back
+    assert sim.check_store() == 8
+
+
+def in_codec(source: Path, destination: Path, codec: str, key: EncryptionKey | None = None) -> None:
     with open_store(source) as origin, open_store(destination) as target:
         (name,) = names(origin)
-        assert recode(open_namespace(origin, name), target, codec).complete
+        namespace = open_namespace(origin, name, None, key)
+        assert recode(namespace, target, codec, encryption_key=key).complete

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tplayout.errors import ConfigError
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity, namespace_document
 from tplayout_vllm.metadata import WorkerReport, this_machine
@@ -170,6 +171,55 @@ def test_a_new_namespace_gets_the_default_digest(tmp_path: Path, secret: bytes |
 def test_a_secret_that_is_not_the_namespace_s_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"another namespace.*xxh3-128.*blake3-keyed.*use another 'url'"):
         _storage(*plant(tmp_path, lambda document: document, secret=b"sixteen bytes or more"))
+
+
+KEY, OTHER = EncryptionKey(bytes(32)), EncryptionKey(bytes(range(32)))
+
+
+def encrypted(document: bytes) -> bytes:
+    value = json.loads(document)
+    return json.dumps(
+        {**value, "storage": {**value["storage"], "codec": "aes-256-gcm", "encryption_key_id": KEY.id}}
+    ).encode()
+
+
+def test_an_encrypted_namespace_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its key; and the start is refused, with the way out, where what it needs is missing."""
+    planted = plant(tmp_path, encrypted, encryption_key=KEY)
+    hasher, codec, agreed = _storage(*planted)
+    assert (hasher.name, codec, agreed) == ("xxh3-128", "aes-256-gcm", True)
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tplayout\[encrypt\]'"):
+        _storage(*planted)
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "codec", "says"),
+    [
+        (encrypted, OTHER, "aes-256-gcm", f"encryption key {KEY.id} is needed, {OTHER.id} is given"),
+        (encrypted, None, "none", f"encryption key {KEY.id} is needed, none is given"),
+        (lambda document: document, KEY, "aes-256-gcm", f"codec none takes no encryption key, {KEY.id} is given"),
+    ],
+)
+def test_another_encryption_key_is_a_miss_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Any, key: EncryptionKey | None, codec: str, says: str
+) -> None:
+    """[M47] Keys are changed while servers run. It goes on in its own way, which is not the namespace's; `strict`
+    refuses."""
+    options, identity = plant(tmp_path, change, "blake3", encryption_key=key)
+    hasher, begun, agreed = _storage(options, identity)
+    assert (hasher.name, begun, agreed) == ("blake3", codec, False)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert says in line
+    assert "serving WITHOUT it" in line
+    with pytest.raises(ConfigError, match=r"another namespace.*wrong-encryption-key"):
+        _storage(replace(options, strict=True), identity)
+
+
+def test_a_new_namespace_is_encrypted_where_there_is_a_key(tmp_path: Path) -> None:
+    _, identity = plant(tmp_path, lambda document: document)
+    options = Options(url=f"file://{tmp_path}/elsewhere", encryption_key=KEY)
+    assert _storage(options, identity)[1:] == ("aes-256-gcm", True)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tplayout.errors import ConfigError
-from tplayout_vllm.options import SECRET_ENV, parse_options
+from tplayout_vllm.options import ENCRYPTION_KEY_ENV, SECRET_ENV, parse_options
 
 
 def parse(**extra: Any) -> Any:
@@ -74,6 +74,35 @@ def test_an_empty_secret_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         parse(secret_key_file=str(tmp_path / "key"))
+
+
+def test_the_encryption_key_comes_from_a_file_or_the_environment_and_is_never_shown(tmp_path: Path) -> None:
+    """[M46]"""
+    text = "c0ffee" + "0123456789" * 5 + "00000000"
+    (tmp_path / "key").write_text(f"{text}\n")
+    from_file = parse(encryption_key_file=str(tmp_path / "key"))
+    from_env = parse_options({"url": "memory://"}, {ENCRYPTION_KEY_ENV: text})
+    for options in (from_file, from_env):
+        assert options.encryption_key is not None
+        assert options.encryption_key.reveal() == text
+        assert "c0ffee" not in repr(options)
+    assert parse_options({"url": "memory://"}, {ENCRYPTION_KEY_ENV: ""}).encryption_key is None
+
+
+@pytest.mark.parametrize("text", ["", "c0ffee", "c0ffee" * 20, "x" * 64])
+def test_what_is_no_encryption_key_is_refused_unseen(tmp_path: Path, text: str) -> None:
+    (tmp_path / "key").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"^kv_connector_extra_config: 'encryption_key_file' (is empty|holds no)"
+    ) as one:
+        parse(encryption_key_file=str(tmp_path / "key"))
+    assert not text or text not in str(one.value)
+    with pytest.raises(ConfigError, match="'encryption_key_file' cannot be read"):
+        parse(encryption_key_file=str(tmp_path / "none"))
+    if text:
+        with pytest.raises(ConfigError, match="TPLAYOUT_ENCRYPTION_KEY holds no encryption key") as one:
+            parse_options({"url": "memory://"}, {ENCRYPTION_KEY_ENV: text})
+        assert text not in str(one.value)
 
 
 def test_credentials_in_the_wrong_place_are_not_repeated() -> None:

@@ -26,6 +26,7 @@ from tplayout.cache.packing import plain_store
 from tplayout.errors import FormatError, TPLayoutError
 from tplayout.format.chunk import chunk_layout
 from tplayout.format.digest import make_hasher
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.staging import io_jobs
 from tplayout.staging.eviction import Evictor, Opened
@@ -72,7 +73,7 @@ def detach() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.umask(0o077)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core would hold the secret
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core would hold the secret and the key
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
     prefer()
@@ -273,13 +274,15 @@ def open_bench(config: Config, region_fd: int) -> io_jobs.Bench:
     """Open the store and map the region. Raises TPLayoutError subclasses."""
     secret = None if config.secret is None else bytes.fromhex(config.secret)
     hasher = make_hasher(config.digest, secret)
+    key = None if config.encryption_key is None else EncryptionKey(bytes.fromhex(config.encryption_key))
     geometry = Geometry.from_json(config.geometry)
     groups = range(len(geometry.groups))
     layouts = tuple(chunk_layout(geometry, group, hasher.name, hasher.key_id) for group in groups)
     require(config.codec)
     store = open_store(config.url, config.storage_options, config.timeout_s, config.max_bytes)
     namespace = config.namespace[:32]
-    plain = plain_store(store, namespace, layouts, make_codec(config.codec, hasher))
+    codec = make_codec(config.codec, hasher, None if key is None else key.id, key)
+    plain = plain_store(store, namespace, layouts, codec)
     own = Opened(namespace, plain, layouts, bytes.fromhex(config.namespace))
     return io_jobs.Bench(
         store=plain,

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from tplayout.cache.codec import begun_codec
 from tplayout.errors import ConfigError
 from tplayout.format.chunk import ChunkLayout, chunk_layout
 from tplayout.format.digest import CellHasher, make_hasher
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.format.layout import CODEC_NONE
 from tplayout.staging.protocol import Config
@@ -23,7 +25,7 @@ class StagingPlan:
     namespace: the identity's 32-byte digest. document: namespace.json, written before the first save if the
         store does not have it; empty to leave that to others. agreed: the store was seen to hold none, or one that
         says the same; one that is found damaged is then written anew.
-    geometry, digest, secret, codec: the format. digest None: the default for a secret, or for none.
+    geometry, digest, secret, codec, encryption_key: the format. digest None: the default for a secret, or for none.
     slots: chunks that the region holds. writers: for each group, how many ranks must mark it.
     io_processes, load_threads, save_threads: I/O processes, and threads of each.
     loads_in_flight: loads handed out at a time over all lookups; 0: enough to keep the threads busy while the
@@ -46,6 +48,7 @@ class StagingPlan:
     timeout_s: float = 30.0
     max_bytes: int = 0
     secret: bytes | None = field(default=None, repr=False)
+    encryption_key: EncryptionKey | None = None
     digest: str | None = None
     codec: str = CODEC_NONE
     document: bytes = field(default=b"", repr=False)
@@ -69,6 +72,7 @@ class StagingPlan:
                 raise ConfigError(f"staging: {name} is {getattr(self, name)}, must be 1 or more")
         if len(self.writers) != len(self.geometry.groups):
             raise ConfigError(f"staging: {len(self.writers)} writer counts for {len(self.geometry.groups)} groups")
+        begun_codec(self.codec, self.encryption_key)
         if len(self.namespace) != 32:
             raise ConfigError(f"staging: namespace has {len(self.namespace)} bytes, must be the 32-byte digest")
 
@@ -107,6 +111,7 @@ class StagingPlan:
             timeout_s=self.timeout_s,
             max_bytes=self.max_bytes,
             secret=None if self.secret is None else self.secret.hex(),
+            encryption_key=None if self.encryption_key is None else self.encryption_key.reveal(),
             namespace=self.namespace.hex(),
             geometry=self.geometry.to_json(),
             digest=self.hasher.name,

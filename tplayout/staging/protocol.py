@@ -23,7 +23,7 @@ class ProtocolError(TPLayoutError):
 class Config:
     """The first message to an I/O process: all it has to know. Never in a log, argv or environment.
 
-    namespace, secret: hex. geometry: `Geometry.to_json()`. region_bytes, region_token: of the inherited
+    namespace, secret, encryption_key: hex. geometry: `Geometry.to_json()`. region_bytes, region_token: of the inherited
     descriptor. document: the text of namespace.json, "" to leave it to others; agreed: as in `StagingPlan`; codec: the
     one it states. max_bytes: see `StagingPlan`. Times are seconds.
     """
@@ -33,6 +33,7 @@ class Config:
     timeout_s: float
     max_bytes: int
     secret: str | None = field(repr=False)
+    encryption_key: str | None = field(repr=False)
     namespace: str
     geometry: dict[str, Any]
     digest: str
