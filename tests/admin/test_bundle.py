@@ -10,6 +10,7 @@ import pytest
 from tplayout.admin.bundle import export_prefixes, import_bundle
 from tplayout.admin.chains import build_index
 from tplayout.admin.namespaces import begin_namespace, open_namespace
+from tplayout.admin.work import Work
 from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, NotFound, Reason, Unavailable
 from tplayout.format.keys import object_name
 
@@ -34,11 +35,11 @@ def target(make_store):
 
 
 def test_out_and_in(filled, kit, target, file):
-    done = export_prefixes(build_index(filled), None, file, jobs=3)
+    done = export_prefixes(build_index(filled), None, file, work=Work(jobs=3))
     assert (done.prefixes, done.objects) == (2, 12)
     assert done.nbytes == file.stat().st_size
     assert file.stat().st_mode & 0o777 == 0o600
-    report = import_bundle(file, target, jobs=2)
+    report = import_bundle(file, target, work=Work(jobs=2))
     assert kit.content(target) == kit.content(filled.store)
     assert (report.objects, report.present) == (12, 0)
     again = import_bundle(file, target)
@@ -84,10 +85,10 @@ def test_damage_in_a_file_is_named_and_left_out(filled, kit, file, target):
 
 
 def test_dry_runs_write_nothing(filled, file, target):
-    assert export_prefixes(build_index(filled), None, file, dry_run=True).objects == 12
+    assert export_prefixes(build_index(filled), None, file, work=Work(dry_run=True)).objects == 12
     assert not file.exists()
     export_prefixes(build_index(filled), None, file)
-    assert import_bundle(file, target, dry_run=True).objects == 12
+    assert import_bundle(file, target, work=Work(dry_run=True)).objects == 12
     assert not list(target.list())
 
 
@@ -176,7 +177,7 @@ def packed(kit, make_store):
 def test_packed_objects_go_out_and_in_as_they_are(packed, kit, target, file):
     done = export_prefixes(build_index(packed), None, file)
     assert done.nbytes == file.stat().st_size
-    assert import_bundle(file, target, dry_run=True).objects == 5
+    assert import_bundle(file, target, work=Work(dry_run=True)).objects == 5
     assert import_bundle(file, target).objects == 5
     assert kit.content(target) == kit.content(packed.store)
     assert import_bundle(file, target).present == 5

@@ -12,6 +12,7 @@ from tplayout.admin.convert import chunks_of, export_shards, import_shards, stag
 from tplayout.admin.namespaces import open_namespace
 from tplayout.admin.shard_files import Rank, ShardHeader, shard_head
 from tplayout.admin.shards import ShardSet, find_shard_sets
+from tplayout.admin.work import Work
 from tplayout.errors import ConfigError, FormatError, GeometryError, NamespaceMismatch, NotFound, Reason
 from tplayout.format.geometry import Part
 from tplayout.format.keys import EXTRA_SALT, object_name, prefix_extras
@@ -131,10 +132,10 @@ def test_a_rerun_does_only_what_is_missing(filled, kit, make_store, tmp_path):
 
 
 def test_dry_runs_write_nothing(filled, make_store, tmp_path):
-    assert export_shards(filled[0], tmp_path / "out", 2, WHOLE, dry_run=True).files_written == 2
+    assert export_shards(filled[0], tmp_path / "out", 2, WHOLE, work=Work(dry_run=True)).files_written == 2
     assert not (tmp_path / "out").exists()
     export_shards(filled[0], tmp_path / "out", 2, WHOLE)
-    report = import_shards(find_shard_sets(tmp_path / "out"), make_store("back"), dry_run=True)
+    report = import_shards(find_shard_sets(tmp_path / "out"), make_store("back"), work=Work(dry_run=True))
     assert report.tally.written == 5
     assert not list(make_store("back").list())
 

@@ -5,6 +5,7 @@ import pytest
 from tplayout.admin.chains import Chunk, Index, build_index
 from tplayout.admin.copy import check_apart, copy_namespace, move_namespace, only_of, recode
 from tplayout.admin.namespaces import begin_namespace, open_namespace
+from tplayout.admin.work import Work
 from tplayout.errors import ConfigError, NamespaceMismatch, StorageTimeout
 from tplayout.format.geometry import Part
 from tplayout.format.keys import ROOT, object_name
@@ -38,7 +39,7 @@ def leaf(namespace) -> bytes:
 
 @pytest.mark.parametrize("jobs", [1, 4])
 def test_a_copy_is_equal_and_a_second_run_moves_nothing(filled, kit, target, jobs):
-    report = copy_namespace(filled, target, jobs=jobs)
+    report = copy_namespace(filled, target, work=Work(jobs=jobs))
     assert kit.content(target) == kit.content(filled.store)
     assert (report.copied, report.present) == (10, 0)
     again = copy_namespace(filled, target)
@@ -96,8 +97,8 @@ def test_only_one_prefix(filled, kit, store, target):
 
 
 def test_dry_runs_write_nothing(filled, target):
-    assert copy_namespace(filled, target, dry_run=True).copied == 10
-    assert move_namespace(filled, target, dry_run=True).removed == 10
+    assert copy_namespace(filled, target, work=Work(dry_run=True)).copied == 10
+    assert move_namespace(filled, target, work=Work(dry_run=True)).removed == 10
     assert not list(target.list())
 
 
@@ -173,7 +174,7 @@ def test_another_codec_and_back_is_the_same_store(kit, store, make_store, secret
     first = build_index(origin).path(leaf(origin))[0]
     store.delete([object_name(origin.name, first, 0)])
     there, back = make_store("there"), make_store("back")
-    report = recode(origin, there, "shuffle-zstd", secret, jobs=2)
+    report = recode(origin, there, "shuffle-zstd", secret, work=Work(jobs=2))
     assert (report.tally.written, report.complete) == (4, True)
     sizes = {info.key: info.size for info in there.list()}
     del sizes[f"{origin.name}/namespace.json"]
@@ -194,7 +195,7 @@ def test_a_copy_keeps_the_codec_unless_the_target_has_another(packed, kit, targe
     plain, reference = make_store("plain"), make_store("reference")
     begin_namespace(plain, packed.identity, None, "a-model")
     kit.fill(reference, packed.identity)
-    copied = copy_namespace(packed, plain, jobs=3)
+    copied = copy_namespace(packed, plain, work=Work(jobs=3))
     assert kit.content(plain) == kit.content(reference)
     assert copied.nbytes == sum(info.size for info in plain.list() if info.key.endswith(".safetensors"))
     moved = move_namespace(open_namespace(plain, packed.name), target)
@@ -206,14 +207,14 @@ def test_another_codec_than_the_target_has_is_refused(packed, filled, target):
     begin_namespace(target, packed.identity, None, "")
     for dry_run in (False, True):
         with pytest.raises(NamespaceMismatch, match="codec"):
-            recode(packed, target, "shuffle-zstd", dry_run=dry_run)
+            recode(packed, target, "shuffle-zstd", work=Work(dry_run=dry_run))
     with pytest.raises(NamespaceMismatch, match="codec"):
         begin_namespace(packed.store, packed.identity, None, "", "none")
     assert len(list(target.list())) == 1
 
 
 def test_a_dry_run_of_another_codec_writes_nothing(filled, target):
-    report = recode(filled, target, "shuffle-zstd", dry_run=True)
+    report = recode(filled, target, "shuffle-zstd", work=Work(dry_run=True))
     assert (report.tally.written, report.prefixes) == (10, 1)
     assert not list(target.list())
 
@@ -252,5 +253,5 @@ def test_what_other_prefixes_share_is_found_without_going_over_it_for_each(fille
 
 def test_progress_knows_how_much_there_is(filled, target):
     seen = []
-    copy_namespace(filled, target, progress=lambda done, total, nbytes: seen.append((done, total)))
+    copy_namespace(filled, target, work=Work(progress=lambda done, total, nbytes: seen.append((done, total))))
     assert seen == [(done, 10) for done in range(1, 11)]

@@ -14,6 +14,7 @@ from tplayout.admin.namespaces import open_namespace
 from tplayout.admin.peers import import_prompt, store_to_tier, tier_to_tier
 from tplayout.admin.transfer import read_prefix
 from tplayout.admin.vllm_tier import find_tiers, open_tier, read_prompt, rows_of, tier_for_tp
+from tplayout.admin.work import Work
 from tplayout.errors import ConfigError
 from tplayout.format.geometry import Geometry
 
@@ -71,7 +72,7 @@ def test_wrong_statements_write_nothing(store):
     with pytest.raises(ConfigError, match="do not fit TP size 1"):
         import_prompt(wrong, PROMPT, IDENTITY, store, "TP size 1")
     assert not list(store.list())
-    assert import_prompt(wrong, PROMPT, IDENTITY, store, "TP size 1", unchecked=True, dry_run=True).complete
+    assert import_prompt(wrong, PROMPT, IDENTITY, store, "TP size 1", unchecked=True, work=Work(dry_run=True)).complete
 
 
 def test_chunks_of_any_size(store):
@@ -102,7 +103,8 @@ def test_out_of_a_store_as_vllm_writes_it(name, store, tmp_path):
     rows = rows_of(target, GROUP, None, order)
     hashes = target.hashes(PROMPT, "sha256", None)
     origin = open_namespace(store, IDENTITY.namespace)
-    assert store_to_tier(origin, PROMPT, target, rows, hashes, dry_run=True).files_written == 32 // target.file_tokens
+    looked = store_to_tier(origin, PROMPT, target, rows, hashes, work=Work(dry_run=True))
+    assert looked.files_written == 32 // target.file_tokens
     assert not list(tmp_path.rglob("*.bin"))
     report = store_to_tier(origin, PROMPT, target, rows, hashes)
     assert report.files_written == 32 // target.file_tokens

@@ -7,6 +7,7 @@ from tplayout.admin.namespaces import open_namespace
 from tplayout.admin.progress import Parts
 from tplayout.admin.rechunk import changed_identity, rechunk
 from tplayout.admin.shards import find_shard_sets
+from tplayout.admin.work import Work
 
 Ticks = list[tuple[int, int | None, int]]
 
@@ -42,14 +43,14 @@ def test_conversions_of_several_prefixes_know_the_end(kit, store, make_store, tm
     namespace = open_namespace(store, namespace.name)
     seen: Ticks = []
     if work == "other chunks":
-        rechunk(namespace, make_store("other"), changed_identity(identity, 8), progress=watch(seen))
+        rechunk(namespace, make_store("other"), changed_identity(identity, 8), work=Work(progress=watch(seen)))
         total = 2 * (2 + 1)
     else:
-        export_shards(namespace, tmp_path / "out", 2, [range(3)], progress=watch(seen))
+        export_shards(namespace, tmp_path / "out", 2, [range(3)], work=Work(progress=watch(seen)))
         total = 2 * (5 + 2)
     if work == "from shards":
         seen.clear()
-        import_shards(find_shard_sets(tmp_path / "out"), make_store("back"), progress=watch(seen))
+        import_shards(find_shard_sets(tmp_path / "out"), make_store("back"), work=Work(progress=watch(seen)))
     assert [(done, of) for done, of, _ in seen] == [(done, total) for done in range(1, total + 1)]
     moved = [nbytes for _, _, nbytes in seen]
     assert moved == sorted(moved)

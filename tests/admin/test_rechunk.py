@@ -8,6 +8,7 @@ from tplayout.admin.convert import chunks_of
 from tplayout.admin.namespaces import open_namespace
 from tplayout.admin.rechunk import carried_extras, changed_identity, rechunk
 from tplayout.admin.transfer import read_prefix
+from tplayout.admin.work import Work
 from tplayout.errors import ConfigError, GeometryError, NamespaceMismatch
 from tplayout.format.geometry import Part
 from tplayout.format.keys import EXTRA_SALT, ChunkId, object_name
@@ -59,7 +60,7 @@ def test_what_prefixes_share_is_written_once_and_a_rerun_writes_nothing(kit, sto
     origin, _ = kit.fill(store, kit.identity(), TOKENS)
     kit.fill(store, origin.identity, [*TOKENS[:16], *range(50, 58)])
     identity = changed_identity(origin.identity, 8)
-    first = rechunk(origin, make_store("there"), identity, jobs=3)
+    first = rechunk(origin, make_store("there"), identity, work=Work(jobs=3))
     assert (first.prefixes, first.tally.written) == (2, 4)
     again = rechunk(origin, make_store("there"), identity)
     assert (again.tally.written, again.tally.present) == (0, 6)

@@ -7,6 +7,7 @@ from safetensors.numpy import load_file, save_file
 from tplayout.admin.namespaces import open_namespace
 from tplayout.admin.peers import import_transformers, store_to_transformers
 from tplayout.admin.transformers_file import TransformersFile
+from tplayout.admin.work import Work
 from tplayout.errors import FormatError, GeometryError, NotFound
 from tplayout.format.geometry import Part
 
@@ -20,7 +21,7 @@ def filled(kit, store):
 
 def test_there_and_back(filled, kit, make_store, tmp_path):
     namespace, whole = filled
-    report = store_to_transformers(namespace, [*kit.TOKENS, 1, 2], tmp_path / "f.safetensors", jobs=2)
+    report = store_to_transformers(namespace, [*kit.TOKENS, 1, 2], tmp_path / "f.safetensors", work=Work(jobs=2))
     assert (report.files_written, report.complete) == (1, True)
     tensors = load_file(tmp_path / "f.safetensors")
     assert tensors["input_ids"].tolist() == [kit.TOKENS]
@@ -84,7 +85,7 @@ def test_damage_and_misses_leave_no_file(filled, kit, tmp_path):
     namespace, _ = filled
     with pytest.raises(NotFound):
         store_to_transformers(namespace, [1] * 8, tmp_path / "f")
-    assert store_to_transformers(namespace, kit.TOKENS, tmp_path / "f", dry_run=True).files_written == 1
+    assert store_to_transformers(namespace, kit.TOKENS, tmp_path / "f", work=Work(dry_run=True)).files_written == 1
     name = sorted(kit.content(namespace.store))[0]
     data = bytearray(namespace.store.get(name))
     data[-5000] ^= 1

@@ -16,7 +16,7 @@ from tplayout.admin.convert import path_to
 from tplayout.admin.local_files import NewFile, ReadFile, os_errors
 from tplayout.admin.namespaces import OpenNamespace, begin_copy, check_encrypted, check_same_digests, unwritten
 from tplayout.admin.parallel import in_order
-from tplayout.admin.progress import Progress, silent
+from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import FormatError, NotFound, Reason, Unavailable
 from tplayout.format.chunk import Buffer
 from tplayout.format.encrypted import EncryptionKey
@@ -50,9 +50,7 @@ def export_prefixes(
     index: Index,
     keys: Sequence[bytes] | None,
     file: Path,
-    jobs: int = 1,
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
 ) -> Bundled:
     """Write prefixes, verified, to a file that appears when it is complete. keys: of the last chunks; None for all.
 
@@ -71,7 +69,7 @@ def export_prefixes(
     document = origin.document.to_bytes()
     sizes = [len(document), *(size for _, _, size in places)]
     done = Bundled(origin.name, len(paths), len(places), 0, sum(map(_padded, sizes)) + 2 * _BLOCK)
-    if dry_run:
+    if work.dry_run:
         return done
     with os_errors():
         new = NewFile(file, done.nbytes)
@@ -87,10 +85,10 @@ def export_prefixes(
                 raise Unavailable(f"{origin.store.url}: {name} was replaced while it was exported: run it again")
             return name, data
 
-        for count, (name, data) in enumerate(in_order(one, places, jobs), 1):
+        for count, (name, data) in enumerate(in_order(one, places, work.jobs), 1):
             with os_errors():
                 at = _write(new, at, name, data)
-            progress(count, len(places), at)
+            work.progress(count, len(places), at)
         with os_errors():
             new.publish()
     finally:
@@ -102,9 +100,7 @@ def import_bundle(
     file: Path,
     store: Store,
     secret: bytes | None = None,
-    jobs: int = 1,
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
     encryption_key: EncryptionKey | None = None,
 ) -> Bundled:
     """Put a file's objects into a store, verified; what the store has with the right size is skipped.
@@ -120,7 +116,7 @@ def import_bundle(
         document = _document(opened, members)
         check_same_digests(store, document)
         inside = unwritten(store, document, secret, encryption_key)
-        target = inside if dry_run else begin_copy(store, document, secret, encryption_key)
+        target = inside if work.dry_run else begin_copy(store, document, secret, encryption_key)
         check_encrypted(document, target)
         done = Bundled(target.name)
         there = {info.key: info.size for info in store.list(f"{target.name}/")}
@@ -131,16 +127,16 @@ def import_bundle(
                 size = there.get(member.name)
                 if size is not None and size in target.codec.sizes(target.layout(name.group_index)):
                     return Bundled(present=1)
-                return Bundled(objects=1, nbytes=_put(opened, member, name, inside, None if dry_run else target))
+                return Bundled(objects=1, nbytes=_put(opened, member, name, inside, None if work.dry_run else target))
             except FormatError as error:
                 return Bundled(damaged={member.name: str(error.at(f"{opened.path}: {member.name}"))})
 
-        for count, each in enumerate(in_order(one, members[1:], jobs), 1):
+        for count, each in enumerate(in_order(one, members[1:], work.jobs), 1):
             done.objects += each.objects
             done.present += each.present
             done.nbytes += each.nbytes
             done.damaged |= each.damaged
-            progress(count, len(members) - 1, done.nbytes)
+            work.progress(count, len(members) - 1, done.nbytes)
     return done
 
 

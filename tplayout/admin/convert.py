@@ -19,10 +19,11 @@ from tplayout.admin.namespaces import (
     unwritten,
 )
 from tplayout.admin.parallel import in_order
-from tplayout.admin.progress import Parts, Progress, silent
+from tplayout.admin.progress import Parts
 from tplayout.admin.shard_files import ShardHeader, ranks_of, read_shard_header
 from tplayout.admin.shards import ShardSet, ShardWriter, shard_files
 from tplayout.admin.transfer import Tally, read_prefix, store_prefix
+from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import ConfigError, NamespaceMismatch, NotFound, TPLayoutError
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
@@ -99,9 +100,7 @@ def import_shards(
     identity: Identity | None = None,
     secret: bytes | None = None,
     model: str = "",
-    jobs: int = 1,
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
     encryption_key: EncryptionKey | None = None,
 ) -> Report:
     """Per-rank shard sets, one directory a prefix, into a store.
@@ -111,17 +110,17 @@ def import_shards(
     fit.
     """
     report = Report()
-    parts = Parts(progress, sum(map(_objects_in, directories)))
+    parts = Parts(work.progress, sum(map(_objects_in, directories)))
     for directory in directories:
         with ShardSet(directory) as shards:
             own = _identity_of(shards, identity)
             target = target_namespace(
-                store, own, secret, model or shards.header.model, dry_run, encryption_key=encryption_key
+                store, own, secret, model or shards.header.model, work.dry_run, encryption_key=encryption_key
             )
             tokens = shards.tokens()
             chunks = chain_of_digests(target.digest, tokens, shards.extras(), target.chunk_tokens)
             part = parts.part(len(chunks) * len(own.geometry.groups))
-            report.tally.add(store_prefix(shards, chunks, target, jobs, part, dry_run))
+            report.tally.add(store_prefix(shards, chunks, target, work.telling(part)))
             report.prefixes += 1
             report.rest += len(tokens) % target.chunk_tokens
             report.namespace = target.name
@@ -164,9 +163,7 @@ def export_shards(
     tp_size: int,
     stages: Sequence[range],
     keys: Sequence[bytes] | None = None,
-    jobs: int = 1,
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
 ) -> Report:
     """Prefixes of a namespace as per-rank shard sets: directory/<first 32 hex digits of the last chunk's key>/.
 
@@ -179,7 +176,7 @@ def export_shards(
     paths = list(index.prefixes()) if keys is None else [path_to(index, key) for key in keys]
     skip_gaps(index, report)
     groups = len(origin.identity.geometry.groups)
-    parts = Parts(progress, sum(map(len, paths)) * groups)
+    parts = Parts(work.progress, sum(map(len, paths)) * groups)
     for path in paths:
         part = parts.part(len(path) * groups)
         chunks = chunks_of(index, path)
@@ -192,7 +189,7 @@ def export_shards(
             for rank in ranks
         ]
         report.prefixes += 1
-        if dry_run:
+        if work.dry_run:
             report.files_written += len(headers)
             continue
         place = directory / path[-1].hex()[:32]
@@ -201,7 +198,7 @@ def export_shards(
         try:
             report.files_present += writer.present
             if writer.missing:
-                tally = read_prefix(origin, chunks, writer, jobs, part)
+                tally = read_prefix(origin, chunks, writer, work.telling(part))
                 report.tally.add(tally)
                 if tally.damaged:
                     report.skipped[path[-1].hex()] = f"{len(tally.damaged)} damaged objects"

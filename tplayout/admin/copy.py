@@ -23,8 +23,8 @@ from tplayout.admin.namespaces import (
     unwritten,
 )
 from tplayout.admin.parallel import in_order
-from tplayout.admin.progress import Progress, silent
 from tplayout.admin.transfer import Tally
+from tplayout.admin.work import SIMPLY, Work
 from tplayout.cache.codec import begun_codec
 from tplayout.errors import ConfigError, FormatError, NotFound
 from tplayout.format.encrypted import EncryptionKey
@@ -85,9 +85,7 @@ def copy_namespace(
     secret: bytes | None = None,
     keys: Sequence[bytes] | None = None,
     index: Index | None = None,
-    jobs: int = 1,
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
     recheck: bool = False,
     codec: str | None = None,
     encryption_key: EncryptionKey | None = None,
@@ -101,7 +99,7 @@ def copy_namespace(
     what the source does; StorageError.
     """
     check_same_digests(target, origin.document)
-    opened = _opened(origin, target, secret, dry_run, codec, encryption_key or origin.encryption_key)
+    opened = _opened(origin, target, secret, work.dry_run, codec, encryption_key or origin.encryption_key)
     there = {info.key: info.size for info in target.list(f"{origin.name}/")}
     if keys is None:
         places = [(name.key, name.group_index, info.size) for name, info in origin.objects()]
@@ -113,7 +111,7 @@ def copy_namespace(
         return size is not None and size in opened.codec.sizes(opened.layout(group))
 
     copied = Copied()
-    if dry_run:
+    if work.dry_run:
         for key, group, size in places:
             if is_there(key, group):
                 copied.present += 1
@@ -138,13 +136,13 @@ def copy_namespace(
         target.put(name, data)
         return Copied(copied=1, read=size, nbytes=len(data))
 
-    for done, each in enumerate(in_order(one, places, jobs), 1):
+    for done, each in enumerate(in_order(one, places, work.jobs), 1):
         copied.copied += each.copied
         copied.present += each.present
         copied.read += each.read
         copied.nbytes += each.nbytes
         copied.damaged |= each.damaged
-        progress(done, len(places), copied.nbytes)
+        work.progress(done, len(places), copied.nbytes)
     return copied
 
 
@@ -154,9 +152,7 @@ def recode(
     codec: str,
     secret: bytes | None = None,
     keys: Sequence[bytes] | None = None,
-    jobs: int = 1,
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
     encryption_key: EncryptionKey | None = None,
 ) -> Report:
     """Copy a namespace, or some of its prefixes, into a store that keeps it in another codec, or encrypted with another
@@ -165,9 +161,7 @@ def recode(
     What lies behind a gap is copied too, unless prefixes are chosen.
     """
     index = build_index(origin)
-    copied = copy_namespace(
-        origin, target, secret, keys, index, jobs, progress, dry_run, codec=codec, encryption_key=encryption_key
-    )
+    copied = copy_namespace(origin, target, secret, keys, index, work, codec=codec, encryption_key=encryption_key)
     damaged = {**{name: str(error) for name, error in index.damaged.items()}, **copied.damaged}
     tally = Tally(copied.copied, copied.present, 0, copied.nbytes, damaged)
     prefixes = sum(1 for _ in index.prefixes()) if keys is None else len(keys)
@@ -179,9 +173,7 @@ def move_namespace(
     target: Store,
     secret: bytes | None = None,
     keys: Sequence[bytes] | None = None,
-    jobs: int = 1,
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
     codec: str | None = None,
     encryption_key: EncryptionKey | None = None,
 ) -> Copied:
@@ -191,7 +183,7 @@ def move_namespace(
     `copy_namespace`, and ConfigError if source and destination are one store.
     """
     index = build_index(origin)
-    if not dry_run:
+    if not work.dry_run:
         check_apart(origin.store, target)
     copied = copy_namespace(
         origin,
@@ -199,9 +191,7 @@ def move_namespace(
         secret,
         keys,
         index,
-        jobs,
-        progress,
-        dry_run,
+        work,
         recheck=True,
         codec=codec,
         encryption_key=encryption_key,
@@ -213,7 +203,7 @@ def move_namespace(
     names = [origin.object_name(key, group) for key in order for group in index.chunks[key].objects]
     names = [name for name in names if name not in copied.damaged]
     copied.removed = len(names)
-    if dry_run:
+    if work.dry_run:
         return copied
     for start in range(0, len(names), 500):
         origin.store.delete(names[start : start + 500])

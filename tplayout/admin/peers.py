@@ -6,6 +6,7 @@ The formats hold no token ids, so each run converts one prompt, whose tokens the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,11 @@ from tplayout.admin.chains import build_index
 from tplayout.admin.convert import Report, target_namespace
 from tplayout.admin.namespaces import OpenNamespace
 from tplayout.admin.pages import PagedSource, check_statement
-from tplayout.admin.progress import Progress, silent
 from tplayout.admin.selection import prompt_chunks
 from tplayout.admin.transfer import read_prefix, store_prefix
 from tplayout.admin.transformers_file import TransformersFile, TransformersWriter, check_geometry, is_there
 from tplayout.admin.vllm_tier import Rows, Tier, TierWriter, write_config
+from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import ConfigError
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.identity import Identity
@@ -35,9 +36,7 @@ def import_prompt(
     unchecked: bool = False,
     secret: bytes | None = None,
     model: str = "",
-    jobs: int = 1,
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
     encryption_key: EncryptionKey | None = None,
 ) -> Report:
     """Store what a source holds of a prompt. stated: what the user said of the files, for messages.
@@ -47,10 +46,10 @@ def import_prompt(
     """
     if not unchecked:
         check_statement(source, tokens, stated)
-    target = target_namespace(store, identity, secret, model, dry_run, encryption_key=encryption_key)
+    target = target_namespace(store, identity, secret, model, work.dry_run, encryption_key=encryption_key)
     chunks = chain(target.digest, list(tokens[: source.tokens]), target.chunk_tokens)
     report = Report(prefixes=1, rest=source.tokens % target.chunk_tokens, namespace=target.name)
-    report.tally.add(store_prefix(source, chunks, target, jobs, progress, dry_run))
+    report.tally.add(store_prefix(source, chunks, target, work))
     return report
 
 
@@ -62,15 +61,14 @@ def tier_to_tier(
     hashes: Sequence[bytes],
     stated: str,
     unchecked: bool = False,
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
 ) -> Report:
     """Write what a source holds of a prompt as files of another server. Holds one file's tokens at a time."""
     if not unchecked:
         check_statement(source, tokens, stated)
     count = source.tokens // target.file_tokens
     report = Report(prefixes=1, rest=source.tokens % target.file_tokens)
-    if dry_run:
+    if work.dry_run:
         report.files_written = count
         return report
     writer = TierWriter(target, rows, hashes[:count])
@@ -82,7 +80,7 @@ def tier_to_tier(
         span = range(number * target.file_tokens, (number + 1) * target.file_tokens)
         source.fill(0, span, bits)
         writer.take(0, span, bits)
-        progress(number + 1, count, (number + 1) * rows.nbytes)
+        work.progress(number + 1, count, (number + 1) * rows.nbytes)
     report.files_written, report.files_present = writer.written, writer.present
     return report
 
@@ -93,8 +91,7 @@ def store_to_tier(
     target: Tier,
     rows: Rows,
     hashes: Sequence[bytes],
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
 ) -> Report:
     """Write what a namespace holds of a prompt as files of vLLM's tier, whose files must fit into chunks evenly.
 
@@ -107,12 +104,12 @@ def store_to_tier(
         )
     chunks = prompt_chunks(build_index(origin), tokens)
     report = Report(prefixes=1, namespace=origin.name)
-    if dry_run:
+    if work.dry_run:
         report.files_written = len(chunks) * origin.chunk_tokens // target.file_tokens
         return report
     writer = TierWriter(target, rows, hashes)
     write_config(target)
-    report.tally = read_prefix(origin, chunks, writer, 1, progress)
+    report.tally = read_prefix(origin, chunks, writer, replace(work, jobs=1))
     report.files_written, report.files_present = writer.written, writer.present
     return report
 
@@ -121,9 +118,7 @@ def store_to_transformers(
     origin: OpenNamespace,
     tokens: Sequence[int],
     file: Path,
-    jobs: int = 1,
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
 ) -> Report:
     """Write what a namespace holds of a prompt as a file for transformers. Damaged or missing objects: no file.
 
@@ -137,11 +132,11 @@ def store_to_transformers(
         report.files_present = 1
         return report
     report.files_written = 1
-    if dry_run:
+    if work.dry_run:
         return report
     writer = TransformersWriter(file, origin.identity, origin.document.model, stored)
     try:
-        report.tally = read_prefix(origin, chunks, writer, jobs, progress)
+        report.tally = read_prefix(origin, chunks, writer, work)
         if report.tally.damaged or report.tally.absent:
             report.files_written = 0
             gone = f"{report.tally.absent} objects (sliding windows?) are not stored any more"
@@ -159,17 +154,15 @@ def import_transformers(
     identity: Identity | None = None,
     secret: bytes | None = None,
     model: str = "",
-    jobs: int = 1,
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
     encryption_key: EncryptionKey | None = None,
 ) -> Report:
     """A transformers file into a store. identity: where the file holds none; encryption_key: of the store."""
     with TransformersFile(file, identity) as source:
         target = target_namespace(
-            store, source.identity, secret, model or source.model, dry_run, encryption_key=encryption_key
+            store, source.identity, secret, model or source.model, work.dry_run, encryption_key=encryption_key
         )
         chunks = chain(target.digest, source.tokens, target.chunk_tokens)
         report = Report(prefixes=1, rest=len(source.tokens) % target.chunk_tokens, namespace=target.name)
-        report.tally.add(store_prefix(source, chunks, target, jobs, progress, dry_run))
+        report.tally.add(store_prefix(source, chunks, target, work))
         return report

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from tplayout.admin.chains import build_index
 from tplayout.admin.convert import Report, chain_of_digests, chunks_of, path_to, skip_gaps, target_namespace
 from tplayout.admin.namespaces import OpenNamespace
-from tplayout.admin.progress import Parts, Progress, silent
+from tplayout.admin.progress import Parts
 from tplayout.admin.transfer import Bits, cells_of, store_prefix
 from tplayout.admin.values import Converter, Losses, converted_group, converter, is_lossless
+from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import ConfigError, FormatError, GeometryError, NotFound
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
@@ -60,9 +61,7 @@ def rechunk(
     lossy: bool = False,
     secret: bytes | None = None,
     keys: Sequence[bytes] | None = None,
-    jobs: int = 1,
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
     codec: str | None = None,
     encryption_key: EncryptionKey | None = None,
 ) -> Rechunked:
@@ -82,7 +81,7 @@ def rechunk(
             )
     used = encryption_key or origin.encryption_key if codec in (None, CODEC_AES_256_GCM) else None
     begun = codec or (None if used is not None or _exists(store, identity) else origin.codec.name)
-    target = target_namespace(store, identity, secret, origin.document.model, dry_run, begun, used)
+    target = target_namespace(store, identity, secret, origin.document.model, work.dry_run, begun, used)
     report = Rechunked(namespace=target.name)
     converters = [converter(old, new) for old, new in pairs]
     report.losses = {
@@ -92,7 +91,7 @@ def rechunk(
     paths = list(index.prefixes()) if keys is None else [path_to(index, key) for key in keys]
     skip_gaps(index, report)
     counts = [len(path) * origin.chunk_tokens // target.chunk_tokens * len(pairs) for path in paths]
-    parts = Parts(progress, sum(counts))
+    parts = Parts(work.progress, sum(counts))
     for path, objects in zip(paths, counts, strict=True):
         part = parts.part(objects)
         chunks = chunks_of(index, path)
@@ -104,7 +103,7 @@ def rechunk(
         sizes = [{group: info.size for group, info in index.chunks[key].objects.items()} for key in path]
         source = _Chunks(origin, chunks, sizes, converters, report)
         ids = chain_of_digests(target.digest, tokens, extras, target.chunk_tokens)
-        report.tally.add(store_prefix(source, ids, target, jobs, part, dry_run))
+        report.tally.add(store_prefix(source, ids, target, work.telling(part)))
         report.prefixes += 1
         report.rest += len(tokens) % target.chunk_tokens
     report.bytes_read = sum(report.read.values())

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tplayout.admin.namespaces import OpenNamespace
 from tplayout.admin.parallel import are_there, in_order
-from tplayout.admin.progress import Progress, silent
+from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import FormatError, NotFound
 from tplayout.format.chunk import seal
 from tplayout.format.geometry import Group
@@ -94,13 +94,11 @@ def store_prefix(
     source: Source,
     chunks: Sequence[ChunkId],
     target: OpenNamespace,
-    jobs: int = 1,
-    progress: Progress = silent,
-    dry_run: bool = False,
+    work: Work = SIMPLY,
 ) -> Tally:
     """Write those objects of a prefix that the target lacks. A job holds one object's bytes, and what its source does.
 
-    dry_run: count only; what the source does not have then counts as written.
+    A dry run counts only; what the source does not have then counts as written.
     """
     groups = range(len(target.identity.geometry.groups))
     places = [(chunk, group) for chunk in chunks for group in groups]
@@ -112,7 +110,7 @@ def store_prefix(
         layout = target.layout(group)
         if there[place]:
             return Tally(present=1)
-        if dry_run:
+        if work.dry_run:
             return Tally(written=1, nbytes=layout.nbytes)
         buf = bytearray(layout.nbytes)
         span = range(chunk.index * target.chunk_tokens, (chunk.index + 1) * target.chunk_tokens)
@@ -121,12 +119,10 @@ def store_prefix(
         seal(buf, layout, target.digest, chunk, target.hasher)
         return Tally(written=1, nbytes=target.write(chunk.key, group, buf))
 
-    return _count(one, places, jobs, progress)
+    return _count(one, places, work)
 
 
-def read_prefix(
-    origin: OpenNamespace, chunks: Sequence[ChunkId], sink: Sink, jobs: int = 1, progress: Progress = silent
-) -> Tally:
+def read_prefix(origin: OpenNamespace, chunks: Sequence[ChunkId], sink: Sink, work: Work = SIMPLY) -> Tally:
     """Give a prefix's verified KV to a sink. Objects that are missing or damaged are counted, and not given.
 
     "written" counts the objects that were given.
@@ -147,17 +143,16 @@ def read_prefix(
         sink.take(group, span, cells)
         return Tally(written=1, nbytes=len(view))
 
-    return _count(one, [(chunk, group) for chunk in chunks for group in groups], jobs, progress)
+    return _count(one, [(chunk, group) for chunk in chunks for group in groups], work)
 
 
 def _count(
     one: Callable[[tuple[ChunkId, int]], Tally],
     places: Sequence[tuple[ChunkId, int]],
-    jobs: int,
-    progress: Progress,
+    work: Work,
 ) -> Tally:
     tally = Tally()
-    for each in in_order(one, places, jobs):
+    for each in in_order(one, places, work.jobs):
         tally.add(each)
-        progress(tally.objects, len(places), tally.nbytes)
+        work.progress(tally.objects, len(places), tally.nbytes)
     return tally

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tplayout.admin.work import Work
 from tplayout.cli.common import (
     count_of,
     dry_run_option,
@@ -108,7 +109,8 @@ def command(source: str, destination: str, as_json: bool, **options: Any) -> int
     is missing.
     """
     with progress("converting") as tick:
-        kind, report = _convert(source, destination, options, tick)
+        work = Work(options["jobs"], tick, options["dry_run"])
+        kind, report = _convert(source, destination, options, work)
     document = _document(kind, report, options["dry_run"])
     if as_json:
         emit_json(document)
@@ -119,41 +121,41 @@ def command(source: str, destination: str, as_json: bool, **options: Any) -> int
     return 0 if report.complete and report.prefixes else 1
 
 
-def _convert(source: str, destination: str, options: dict[str, Any], tick: Any) -> tuple[tuple[str, str], Report]:
+def _convert(source: str, destination: str, options: dict[str, Any], work: Work) -> tuple[tuple[str, str], Report]:
     from tplayout.admin.shards import find_shard_sets
 
     sets = find_shard_sets(local_path(source)) if is_local(source) else []
     to_shards = options["tp"] is not None
     if options["engine_config"] is not None:
         _refuse(options, "a store to vLLM's tier", "codec", "dst_encryption_key")
-        return ("store", "vllm-tier"), convert_to_tier(source, destination, options, tick)
+        return ("store", "vllm-tier"), convert_to_tier(source, destination, options, work)
     if options["transformers"]:
         _refuse(options, "a store to a file for transformers", "codec", "dst_encryption_key")
-        return ("store", "transformers"), convert_to_transformers(source, destination, options, tick)
+        return ("store", "transformers"), convert_to_transformers(source, destination, options, work)
     if is_local(source) and local_path(source).is_file():
         _refuse(
             options, "a file for transformers", "codec", "tp", "lossy", "prefixes", "token_files", "namespace", "salt"
         )
-        return ("transformers", "store"), convert_transformers(source, destination, options, tick)
+        return ("transformers", "store"), convert_transformers(source, destination, options, work)
     peer = None if sets else kind_of(source)
     if peer is not None:
         _refuse(options, "other caches' files", "codec", "lossy", "prefixes", "namespace", "salt")
-        return convert_peer(peer, source, destination, options, tick)
+        return convert_peer(peer, source, destination, options, work)
     if sets and to_shards:
         raise ConfigError("SRC holds per-rank shards: convert them into a store first, and that to --tp")
     if sets:
-        return ("shards", "store"), _from_shards(sets, source, destination, options, tick)
+        return ("shards", "store"), _from_shards(sets, source, destination, options, work)
     if to_shards:
-        return ("store", "shards"), _to_shards(source, destination, options, tick)
+        return ("store", "shards"), _to_shards(source, destination, options, work)
     if options["chunk_tokens"] is None and options["dtype"] is None and options["codec"] is None:
         raise ConfigError(
             f"{source}: no per-rank shards here. For a store say what to make of it: --tp, --chunk-tokens, --dtype or "
             "--codec; `tplayout cp` copies it as it is"
         )
-    return ("store", "store"), _to_store(source, destination, options, tick)
+    return ("store", "store"), _to_store(source, destination, options, work)
 
 
-def _from_shards(sets: Sequence[Path], source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
+def _from_shards(sets: Sequence[Path], source: str, destination: str, options: dict[str, Any], work: Work) -> Report:
     from tplayout.admin.convert import import_shards
 
     _refuse(
@@ -164,8 +166,8 @@ def _from_shards(sets: Sequence[Path], source: str, destination: str, options: d
     ) as store:
         identity = _identity(options, sets)
         model = options["model"].resolve().name if options["model"] else ""
-        secret, jobs, dry, key = options["secret"], options["jobs"], options["dry_run"], key_of_destination(options)
-        return import_shards(sets, store, identity, secret, model, jobs, tick, dry, key)
+        secret, key = options["secret"], key_of_destination(options)
+        return import_shards(sets, store, identity, secret, model, work, key)
 
 
 def _identity(options: dict[str, Any], sets: Sequence[Path]) -> Identity | None:
@@ -185,7 +187,7 @@ def _identity(options: dict[str, Any], sets: Sequence[Path]) -> Identity | None:
     )
 
 
-def _to_shards(source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
+def _to_shards(source: str, destination: str, options: dict[str, Any], work: Work) -> Report:
     from tplayout.admin.chains import build_index
     from tplayout.admin.convert import export_shards, stages_of
     from tplayout.admin.namespaces import choose_namespace
@@ -201,19 +203,10 @@ def _to_shards(source: str, destination: str, options: dict[str, Any], tick: Any
         keys = None
         if options["prefixes"] or prompts:
             keys = selected(build_index(origin), options["prefixes"], prompts, options["salt"])
-        return export_shards(
-            origin,
-            local_path(destination),
-            options["tp"],
-            stages,
-            keys,
-            options["jobs"],
-            tick,
-            options["dry_run"],
-        )
+        return export_shards(origin, local_path(destination), options["tp"], stages, keys, work)
 
 
-def _to_store(source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
+def _to_store(source: str, destination: str, options: dict[str, Any], work: Work) -> Report:
     from tplayout.admin.chains import build_index
     from tplayout.admin.copy import recode
     from tplayout.admin.namespaces import choose_namespace
@@ -232,7 +225,7 @@ def _to_store(source: str, destination: str, options: dict[str, Any], tick: Any)
         keys = None
         if options["prefixes"] or prompts:
             keys = selected(build_index(origin), options["prefixes"], prompts, options["salt"])
-        rest = (options["secret"], keys, options["jobs"], tick, options["dry_run"])
+        rest = (options["secret"], keys, work)
         codec, key = options["codec"], key_of_destination(options)
         if codec not in (None, CODEC_AES_256_GCM):
             _refuse(options, f"--codec {codec}, which does not encrypt", "dst_encryption_key")

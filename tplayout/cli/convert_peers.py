@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tplayout.admin.work import Work
 from tplayout.cli.sides import is_local, key_of_destination, local_path, open_destination, open_source
 from tplayout.errors import ConfigError
 
@@ -83,7 +84,7 @@ def kind_of(source: str) -> str | None:
 
 
 def convert_peer(
-    kind: str, source: str, destination: str, options: dict[str, Any], tick: Any
+    kind: str, source: str, destination: str, options: dict[str, Any], work: Work
 ) -> tuple[tuple[str, str], Report]:
     """Another cache's files into a store, or, with --tp, vLLM's tier into the same for another TP size."""
     from tplayout.admin.pages import only_group
@@ -96,7 +97,7 @@ def convert_peer(
         tier, rows, pages = _open_tier(source, group, tokens, options)
         stated = f"TP size {rows.tp_size} and page order {rows.order}"
         if options["tp"] is not None:
-            report = _to_tp(tier, rows, pages, destination, tokens, stated, options, tick)
+            report = _to_tp(tier, rows, pages, destination, tokens, stated, options, work)
             return ("vllm-tier", "vllm-tier"), report
     else:
         pages, stated = _open_slots(kind, source, group, tokens, options)
@@ -113,15 +114,13 @@ def convert_peer(
             options["unchecked"],
             options["secret"],
             model,
-            options["jobs"],
-            tick,
-            options["dry_run"],
+            work,
             key_of_destination(options),
         )
     return (kind, "store"), report
 
 
-def convert_to_tier(source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
+def convert_to_tier(source: str, destination: str, options: dict[str, Any], work: Work) -> Report:
     """A prompt of a store as files of vLLM's tier, for the server that wrote --engine-config."""
     from tplayout.admin.namespaces import choose_namespace
     from tplayout.admin.pages import only_group
@@ -135,10 +134,10 @@ def convert_to_tier(source: str, destination: str, options: dict[str, Any], tick
         group = only_group(origin.identity.geometry)
         rows = rows_of(tier, group, options["engine_tp"], options["page_order"])
         hashes = tier.hashes(tokens, options["hash_algo"], options["hash_seed"])
-        return store_to_tier(origin, tokens, tier, rows, hashes, tick, options["dry_run"])
+        return store_to_tier(origin, tokens, tier, rows, hashes, work)
 
 
-def convert_to_transformers(source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
+def convert_to_transformers(source: str, destination: str, options: dict[str, Any], work: Work) -> Report:
     """A prompt of a store as a file for transformers."""
     from tplayout.admin.namespaces import choose_namespace
     from tplayout.admin.peers import store_to_transformers
@@ -149,10 +148,10 @@ def convert_to_transformers(source: str, destination: str, options: dict[str, An
     with open_source(source, options["storage_options"], options["timeout"], destination) as store:
         origin = choose_namespace(store, options["namespace"], options["secret"], options["encryption_key"])
         file = local_path(destination)
-        return store_to_transformers(origin, tokens, file, options["jobs"], tick, options["dry_run"])
+        return store_to_transformers(origin, tokens, file, work)
 
 
-def convert_transformers(source: str, destination: str, options: dict[str, Any], tick: Any) -> Report:
+def convert_transformers(source: str, destination: str, options: dict[str, Any], work: Work) -> Report:
     """A file of transformers' tensors into a store. --model: where the file holds no identity."""
     from tplayout.admin.peers import import_transformers
 
@@ -167,9 +166,7 @@ def convert_transformers(source: str, destination: str, options: dict[str, Any],
             identity,
             options["secret"],
             model,
-            options["jobs"],
-            tick,
-            options["dry_run"],
+            work,
             key_of_destination(options),
         )
 
@@ -214,7 +211,7 @@ def _to_tp(
     tokens: list[int],
     stated: str,
     options: dict[str, Any],
-    tick: Any,
+    work: Work,
 ) -> Report:
     from tplayout.admin.peers import tier_to_tier
     from tplayout.admin.vllm_tier import rows_of, tier_for_tp
@@ -224,7 +221,7 @@ def _to_tp(
     target = tier_for_tp(tier, _directory(destination), options["tp"])
     new_rows = rows_of(target, rows.group, options["tp"], rows.order)
     hashes = target.hashes(tokens, options["hash_algo"], options["hash_seed"])
-    return tier_to_tier(pages, tokens, target, new_rows, hashes, stated, options["unchecked"], tick, options["dry_run"])
+    return tier_to_tier(pages, tokens, target, new_rows, hashes, stated, options["unchecked"], work)
 
 
 def _prompt(options: dict[str, Any]) -> list[int]:

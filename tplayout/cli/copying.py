@@ -95,9 +95,10 @@ def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> d
     from tplayout.admin.namespaces import choose_namespace
     from tplayout.admin.progress import Parts
     from tplayout.admin.selection import read_token_file, selected
+    from tplayout.admin.work import Work
 
     check_not_nested(origin, target)
-    secret, key, own, jobs = (options[name] for name in ("secret", "encryption_key", "dst_encryption_key", "jobs"))
+    secret, key, own = (options[name] for name in ("secret", "encryption_key", "dst_encryption_key"))
     codec = None if own is None else CODEC_AES_256_GCM  # else DST keeps what it has, and a new one what SRC has
     prompts = [read_token_file(path) for path in options["token_files"]]
     reports: dict[str, Copied] = {}
@@ -110,19 +111,16 @@ def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> d
     with progress("moving" if move else "copying") as whole:
         parts = Parts(whole)
         for namespace in chosen:
-            tick = parts.part()
+            work = Work(options["jobs"], parts.part(), options["dry_run"])
             keys, index = None, None
             if options["prefixes"] or prompts:
                 index = build_index(namespace)
                 keys = selected(index, options["prefixes"], prompts, options["salt"])
             if move:
-                dry = options["dry_run"]
-                report = move_namespace(namespace, target, secret, keys, jobs, tick, dry, codec, own or key)
+                report = move_namespace(namespace, target, secret, keys, work, codec, own or key)
             else:
-                dry, again = options["dry_run"], options["recheck"]
-                report = copy_namespace(
-                    namespace, target, secret, keys, index, jobs, tick, dry, again, codec, own or key
-                )
+                again = options["recheck"]
+                report = copy_namespace(namespace, target, secret, keys, index, work, again, codec, own or key)
             reports[namespace.name] = report
     return reports
 

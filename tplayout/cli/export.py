@@ -53,6 +53,7 @@ def command(url: str, file: Path, as_json: bool, **options: Any) -> int:
     from tplayout.admin.chains import build_index
     from tplayout.admin.namespaces import choose_namespace
     from tplayout.admin.selection import read_token_file, selected
+    from tplayout.admin.work import Work
     from tplayout.errors import ConfigError
 
     if file.exists() and not options["force"] and not options["dry_run"]:
@@ -65,7 +66,7 @@ def command(url: str, file: Path, as_json: bool, **options: Any) -> int:
         origin = choose_namespace(store, options["namespace"], options["secret"], options["encryption_key"])
         index = build_index(origin)
         keys = selected(index, options["prefixes"], prompts, options["salt"])
-        done = export_prefixes(index, keys, file, options["jobs"], tick, options["dry_run"])
+        done = export_prefixes(index, keys, file, Work(options["jobs"], tick, options["dry_run"]))
     if as_json:
         emit_json(_document(done, file, options["dry_run"]))
     else:

@@ -43,10 +43,12 @@ def command(file: Path, url: str, as_json: bool, **options: Any) -> int:
     Every object is verified; damaged ones are named and left out, and what the store has is skipped.
     """
     from tplayout.admin.bundle import import_bundle
+    from tplayout.admin.work import Work
 
     with open_store(url, options["storage_options"], options["timeout"]) as store, progress("importing") as tick:
         secret, key = options["secret"], options["encryption_key"]
-        done = import_bundle(file, store, secret, options["jobs"], tick, options["dry_run"], key)
+        work = Work(options["jobs"], tick, options["dry_run"])
+        done = import_bundle(file, store, secret, work, key)
     if as_json:
         emit_json(
             {
