@@ -83,6 +83,10 @@ class Index:
         """Keys of the chunks that no reader reaches, since one before them is missing; sorted."""
         return sorted(key for key, depth in self.depths().items() if depth < 0)
 
+    def reasons(self) -> dict[str, str]:
+        """Damaged objects' names, and in words what is wrong."""
+        return {name: str(error) for name, error in self.damaged.items()}
+
     def chunk_id(self, key: bytes) -> ChunkId:
         """Tokens, parent and extras of a chunk, read from one of its objects. Raises FormatError, NotFound."""
         return self.namespace.chunk_id(key, min(self.chunks[key].objects))

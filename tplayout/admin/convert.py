@@ -212,8 +212,7 @@ def export_shards(
 
 def skip_gaps(index: Index, report: Report) -> None:
     """Say in the report what no prefix reaches, and what is damaged."""
-    for name, error in index.damaged.items():
-        report.tally.damaged[name] = str(error)
+    report.tally.damaged |= index.reasons()
     for key in index.cut_off():
         report.skipped[key.hex()] = "a chunk before it is missing"
 

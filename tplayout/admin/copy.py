@@ -50,6 +50,15 @@ class Copied:
     nbytes: int = 0
     damaged: dict[str, str] = field(default_factory=dict)
 
+    def add(self, other: Copied) -> None:
+        """Count another's too."""
+        self.copied += other.copied
+        self.present += other.present
+        self.removed += other.removed
+        self.read += other.read
+        self.nbytes += other.nbytes
+        self.damaged |= other.damaged
+
     @property
     def complete(self) -> bool:
         """Whether everything is at the destination now."""
@@ -110,40 +119,35 @@ def copy_namespace(
         size = there.get(origin.object_name(key, group))
         return size is not None and size in opened.codec.sizes(opened.layout(group))
 
-    copied = Copied()
-    if work.dry_run:
-        for key, group, size in places:
-            if is_there(key, group):
-                copied.present += 1
-            else:
-                copied.copied, copied.read = copied.copied + 1, copied.read + size
-        copied.nbytes = copied.read
-        return copied
-
     def one(place: Place) -> Copied:
         key, group, size = place
-        name = origin.object_name(key, group)
-        if is_there(key, group) and (not recheck or _sound(opened, key, group)):
+        if is_there(key, group) and (work.dry_run or not recheck or _sound(opened, key, group)):
             return Copied(present=1)
-        try:
-            if opened.stored_as != origin.stored_as:
-                return Copied(copied=1, read=size, nbytes=opened.write(key, group, origin.read(key, group)))
-            data = origin.read_stored(key, group)
-        except NotFound:  # deleted since it was listed
-            return Copied()
-        except FormatError as error:
-            return Copied(damaged={name: str(error)})
-        target.put(name, data)
-        return Copied(copied=1, read=size, nbytes=len(data))
+        if work.dry_run:
+            return Copied(copied=1, read=size, nbytes=size)
+        return _copy(origin, opened, place)
 
+    copied = Copied()
     for done, each in enumerate(in_order(one, places, work.jobs), 1):
-        copied.copied += each.copied
-        copied.present += each.present
-        copied.read += each.read
-        copied.nbytes += each.nbytes
-        copied.damaged |= each.damaged
+        copied.add(each)
         work.progress(done, len(places), copied.nbytes)
     return copied
+
+
+def _copy(origin: OpenNamespace, target: OpenNamespace, place: Place) -> Copied:
+    """Copy one object, verified; what was deleted since it was listed counts as nothing."""
+    key, group, size = place
+    name = origin.object_name(key, group)
+    try:
+        if target.stored_as != origin.stored_as:
+            return Copied(copied=1, read=size, nbytes=target.write(key, group, origin.read(key, group)))
+        data = origin.read_stored(key, group)
+    except NotFound:
+        return Copied()
+    except FormatError as error:
+        return Copied(damaged={name: str(error)})
+    target.store.put(name, data)
+    return Copied(copied=1, read=size, nbytes=len(data))
 
 
 def recode(
@@ -162,7 +166,7 @@ def recode(
     """
     index = build_index(origin)
     copied = copy_namespace(origin, target, secret, keys, index, work, codec=codec, encryption_key=encryption_key)
-    damaged = {**{name: str(error) for name, error in index.damaged.items()}, **copied.damaged}
+    damaged = index.reasons() | copied.damaged
     tally = Tally(copied.copied, copied.present, 0, copied.nbytes, damaged)
     prefixes = sum(1 for _ in index.prefixes()) if keys is None else len(keys)
     return Report(prefixes, tally, namespace=origin.name, bytes_read=copied.read)
@@ -196,7 +200,7 @@ def move_namespace(
         codec=codec,
         encryption_key=encryption_key,
     )
-    copied.damaged = {**{name: str(error) for name, error in index.damaged.items()}, **copied.damaged}
+    copied.damaged = index.reasons() | copied.damaged
     depths = index.depths()
     moved = set(depths) if keys is None else only_of(index, keys)
     order = sorted(moved, key=lambda key: (depths[key], key), reverse=True)
