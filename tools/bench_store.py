@@ -16,8 +16,10 @@ from ml_dtypes import bfloat16
 from s3_server import S3Server
 
 from tplayout import Cache
+from tplayout.cache.codec import Aes256Gcm
 from tplayout.format.chunk import chunk_layout, seal, verify
 from tplayout.format.digest import CellHasher, make_hasher
+from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity
 from tplayout.format.keys import ChunkId, chain, object_name
@@ -36,6 +38,8 @@ class Objects:
         self.hasher = hasher or make_hasher()
         self.identity = Identity("files:bench", {}, "bfloat16", None, geometry(setting))
         self.layout = chunk_layout(self.identity.geometry, 0, self.hasher.name, self.hasher.key_id)
+        key = EncryptionKey(os.urandom(32))
+        self.codec = Aes256Gcm(self.hasher, key.id, key)
         self.namespace = self.identity.digest()
         tokens = range(setting.objects * setting.chunk_tokens)
         self.chunks = chain(self.namespace, tokens, setting.chunk_tokens)
@@ -52,6 +56,11 @@ class Objects:
         """Complete all objects."""
         for buffer, chunk in zip(self.buffers, self.chunks, strict=True):
             seal(buffer, self.layout, self.namespace, chunk, self.hasher)
+
+    def encrypt(self) -> None:
+        """What a store of encrypted objects does before it puts them."""
+        for buffer, chunk in zip(self.buffers, self.chunks, strict=True):
+            self.codec.pack(buffer, self.layout, chunk.key)
 
     def put(self, store: Store) -> None:
         """Store all objects, one after the other."""
@@ -136,9 +145,10 @@ def read_files(directory: Path, buffers: list[memoryview]) -> None:
 
 
 def digest_rows(setting: Setting) -> Iterator[Row]:
-    """What a secret costs."""
+    """What a secret costs, and encryption."""
     plain, keyed = Objects(setting), Objects(setting, make_hasher(secret=bytes(32)))
     yield compare("seal, XXH3-128 (no secret)", "seal, keyed BLAKE3 (secret)", plain.seal, keyed.seal, setting, CPU)
+    yield compare("encrypt, AES-256-GCM", "seal, keyed BLAKE3 (secret)", plain.encrypt, keyed.seal, setting, CPU)
 
 
 def s3_rows(setting: Setting) -> Iterator[Row]:

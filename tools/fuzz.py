@@ -24,10 +24,18 @@ if not __package__:  # run as a script
 from tplayout.admin.bundle import read_members  # noqa: E402
 from tplayout.admin.local_files import ReadFile  # noqa: E402
 from tplayout.admin.shard_files import Rank, ShardHeader, ranks_of, read_shard_header, shard_head  # noqa: E402
-from tplayout.cache.codec import Zstd  # noqa: E402
+from tplayout.cache.codec import Gcm, Zstd  # noqa: E402
 from tplayout.errors import FormatError, GeometryError  # noqa: E402
 from tplayout.format.chunk import layout_of, parse_header, seal, verify  # noqa: E402
 from tplayout.format.digest import CellHasher, make_hasher  # noqa: E402
+from tplayout.format.encrypted import (  # noqa: E402
+    SALT_BYTES,
+    EncryptionKey,
+    check_stored,
+    decrypt,
+    encrypt,
+    encrypted_layout,
+)
 from tplayout.format.geometry import Geometry, Group, Part  # noqa: E402
 from tplayout.format.identity import Identity, namespace_document, parse_namespace_document  # noqa: E402
 from tplayout.format.keys import chain, object_name, parse_object_name  # noqa: E402
@@ -42,6 +50,7 @@ GROUPS = (
 IDENTITY = Identity("files:00", {"rope_theta": 1e4}, "bfloat16", None, Geometry(4, GROUPS))
 HASHER = make_hasher("xxh3-128", None)
 ZSTD = Zstd()
+KEY = EncryptionKey(bytes(32))
 PLANE = bytes(range(100)) * 40
 (CHUNK,) = chain(IDENTITY.digest(), [1, 2, 3, 4], 4)
 
@@ -114,6 +123,26 @@ def _packed_object() -> bytes:
     return bytes(pack(_object(), layout, HASHER, ZSTD))
 
 
+def _encrypted(key: EncryptionKey | None) -> Callable[[bytes], None]:
+    """key None: as who lacks it, and compares what is stored with its digests alone."""
+
+    def read(data: bytes) -> None:
+        layout = encrypted_layout(chunk_layout(IDENTITY.geometry, 0, HASHER.name), KEY.id)
+        check_stored(data, layout, CHUNK.key, HASHER)
+        if key is not None:
+            plain = decrypt(data, layout, CHUNK.key, key, HASHER, Gcm)
+            verify(plain, layout.plain, IDENTITY.digest(), CHUNK.key, HASHER)
+        if data != _encrypted_object():
+            raise AssertionError("a changed object was accepted")
+
+    return read
+
+
+def _encrypted_object() -> bytes:
+    layout = encrypted_layout(chunk_layout(IDENTITY.geometry, 0, HASHER.name), KEY.id)
+    return bytes(encrypt(_object(), layout, CHUNK.key, KEY, bytes(SALT_BYTES), HASHER, Gcm))
+
+
 def _plane(data: bytes) -> None:
     ZSTD.expand(memoryview(data), len(PLANE))
 
@@ -169,6 +198,8 @@ def readers() -> list[Reader]:
         Reader("chunk", [_object()], _verify),
         Reader("packed", [_packed_object()], _packed(HASHER)),
         Reader("unpacked", [_packed_object()], _packed(None)),
+        Reader("encrypted", [_encrypted_object()], _encrypted(KEY)),
+        Reader("sealed", [_encrypted_object()], _encrypted(None)),
         Reader("plane", [ZSTD.compress(PLANE)], _plane),
         Reader("namespace", [document], lambda data: parse_namespace_document(data, IDENTITY.namespace)),
         Reader("name", [object_name(IDENTITY.namespace, CHUNK.key, 1).encode()], _name),

@@ -46,8 +46,8 @@ GOLDEN_HEADER = (
     b'"encryption_key_id":"KEY_ID","group":"{\\"dtype\\":\\"F16\\",'
     b'\\"heads\\":2,\\"kind\\":\\"full\\",\\"layers\\":[0,2],\\"name\\":\\"full\\",\\"parts\\":[{\\"dim\\":2,'
     b'\\"name\\":\\"k\\"},{\\"dim\\":2,\\"name\\":\\"v\\"}],\\"scales\\":null,\\"window\\":null}","group_index":"0",'
-    b'"tplayout":"1"},"salt":{"dtype":"U8","shape":[32],"data_offsets":[0,32]},'
-    b'"digest":{"dtype":"U8","shape":[16],"data_offsets":[32,48]},'
+    b'"tplayout":"1"},"digest":{"dtype":"U8","shape":[16],"data_offsets":[0,16]},'
+    b'"salt":{"dtype":"U8","shape":[32],"data_offsets":[16,48]},'
     b'"ids":{"dtype":"U8","shape":[160],"data_offsets":[48,208]},'
     b'"h0.digests":{"dtype":"U8","shape":[2,16],"data_offsets":[208,240]},'
     b'"h0.sealed":{"dtype":"U8","shape":[2,48],"data_offsets":[240,336]},'
@@ -56,9 +56,9 @@ GOLDEN_HEADER = (
 )
 GOLDEN_KEY_ID = "12e1c906cf5ec051"
 GOLDEN_SHA256 = {
-    "xxh3-128": "8841edd308a68805344115a12b81e0fbd0f7b9170daa12963e2f2595b768ea0e",
-    "blake3": "3d83299d58f9293c084a9c73de5ed5ca24db43a92cbc4490a4372c6f06a53d3f",
-    KEYED: "79a7aa4fcc4d0f23c8af8a7fbdec94175bcd4a3f48ad231a6b9767c30db88641",
+    "xxh3-128": "8406038853eab0500c46e2574460ab615d29ae82e8667fc0ae587068e5a31ed6",
+    "blake3": "c6cf061c56f881bfb7e8f64219f239f64b5c11751301f8f9ccfaa5aae94f006c",
+    KEYED: "6915346a23390da12d34064cb6c831cc93255bd6a0aa1e1d1455097c3eb114b9",
 }
 
 
@@ -150,7 +150,7 @@ def test_every_byte_is_where_the_table_says(encrypted: Encrypted) -> None:
     ids += b"".join(digest(head, layer, cell) for (head, layer), cell in cells.items())
     none = 2**32 - 1
     sealed_ids = aead.encrypt((0).to_bytes(12, "little"), ids, where(none, none))
-    wanted = SALT + digest(none, none, sealed_ids) + sealed_ids
+    wanted = digest(none, none, SALT + sealed_ids) + SALT + sealed_ids
     number = 0
     for head in (0, 1):
         digests, stored = b"", b""
@@ -263,15 +263,14 @@ def test_a_range_of_changed_bytes_is_refused(encrypted: Encrypted) -> None:
 def test_whatever_bit_is_flipped_is_noticed(encrypted: Encrypted) -> None:
     """[M28] [M44] [M45] With the key, and without it too."""
     data = bytearray(encrypted.data)
-    start = encrypted.layout.salt_range.start
+    start = len(encrypted.layout.header)
     in_header = (8 * byte + byte % 8 for byte in range(start))  # compared byte for byte: one bit of each will do
     for bit in (*in_header, *range(8 * start, 8 * len(data))):
         data[bit // 8] ^= 1 << bit % 8
         with pytest.raises(FormatError):
             encrypted.verify(data)
-        if bit // 8 not in encrypted.layout.salt_range:  # it is covered by the tags alone
-            with pytest.raises(FormatError):
-                check_stored(data, encrypted.layout, encrypted.sealed.chunk.key, encrypted.sealed.hasher)
+        with pytest.raises(FormatError):
+            check_stored(data, encrypted.layout, encrypted.sealed.chunk.key, encrypted.sealed.hasher)
         if not in_digests(encrypted, bit // 8):
             with pytest.raises(FormatError):
                 encrypted.decrypt(data, hasher=None)
@@ -282,7 +281,7 @@ def test_whatever_bit_is_flipped_is_noticed(encrypted: Encrypted) -> None:
 def in_digests(encrypted: Encrypted, byte: int) -> bool:
     """Whether a byte is of a digest of stored bytes, which is nobody's who has no hasher."""
     layout = encrypted.layout
-    return byte in layout.ids_digest_range or any(byte in layout.digest_range(cell) for cell in range(layout.cells))
+    return byte in layout.info_digest_range or any(byte in layout.digest_range(cell) for cell in range(layout.cells))
 
 
 def test_truncation_at_every_byte_is_noticed(encrypted: Encrypted) -> None:

@@ -98,19 +98,19 @@ class EncryptedLayout:
     header: bytes = field(repr=False)
 
     @property
-    def salt_range(self) -> range:
-        """The object's salt."""
-        return range(len(self.header), len(self.header) + SALT_BYTES)
+    def info_digest_range(self) -> range:
+        """Digest of salt and sealed ids."""
+        return range(len(self.header), len(self.header) + self.plain.digest_size)
 
     @property
-    def ids_digest_range(self) -> range:
-        """Digest of the sealed ids."""
-        return range(self.salt_range.stop, self.salt_range.stop + self.plain.digest_size)
+    def salt_range(self) -> range:
+        """The object's salt."""
+        return range(self.info_digest_range.stop, self.info_digest_range.stop + SALT_BYTES)
 
     @property
     def ids_range(self) -> range:
         """Tokens, parent, extras and the digests of all plain cells, sealed."""
-        return range(self.ids_digest_range.stop, self.ids_digest_range.stop + self.ids_bytes + TAG_BYTES)
+        return range(self.salt_range.stop, self.salt_range.stop + self.ids_bytes + TAG_BYTES)
 
     @property
     def info_bytes(self) -> int:
@@ -377,8 +377,8 @@ def _tables(layout: EncryptedLayout) -> Iterator[range]:
 
 
 def _pieces(layout: EncryptedLayout) -> Iterator[tuple[range, range, int, int]]:
-    """Of the ids and of each cell: where its digest is, where it is, head and layer that the digest covers."""
-    yield layout.ids_digest_range, layout.ids_range, _IDS, _IDS
+    """Of salt and ids, and of each cell: where the digest is, what it covers, and with which head and layer."""
+    yield layout.info_digest_range, range(layout.salt_range.start, layout.ids_range.stop), _IDS, _IDS
     for cell in range(layout.cells):
         head, layer = layout.coordinates(cell)
         yield layout.digest_range(cell), layout.sealed_range(cell), head, layer + _STORED
@@ -416,8 +416,8 @@ def _encode(layout: ChunkLayout, key_id: str, ids_bytes: int) -> bytes:
         entries[name] = {"dtype": "U8", "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
 
-    add("salt", SALT_BYTES)
     add("digest", layout.digest_size)
+    add("salt", SALT_BYTES)
     add("ids", ids_bytes + TAG_BYTES)
     for head in range(layout.group.heads):
         add(f"h{head}.digests", layers, layout.digest_size)
