@@ -1,7 +1,8 @@
 """An engine without a model: vLLM's scheduler, the connector on both sides, real I/O processes, pages of `sim_model`.
 
 Every step checks that whatever a scheduled request attends to is, bit for bit, what its text demands, and that
-free blocks (poisoned) and the null block are neither read nor written. `Sim.check_store` does so for what is stored.
+free blocks and the null block are neither read (they are poisoned) nor written, the free ones that the engine's own
+prefix cache still holds included. `Sim.check_store` does so for what is stored.
 """
 
 import copy
@@ -106,10 +107,11 @@ class SimEngine:
         self.failed: set[str] = set()  # requests with a load that failed
         self.steps = 0
         self.reported = TPLayoutStats.of({})
-        self._poisoned: set[int] = set()
-        self._freed: dict[int, _Job | None] = {}  # to be poisoned when that step has run
+        self._idle: set[int] = set()  # free, and every step has run that was sent while they were not
+        self._poisoned: set[int] = set()  # of these, those that hold nothing any more
+        self._freed: dict[int, _Job | None] = {}  # idle when that step has run
         self._watch_claims()
-        self._poison_free()
+        self._look_at_free()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -140,7 +142,7 @@ class SimEngine:
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-        self._poison_free()
+        self._look_at_free()
 
     def finished(self, name: str) -> bool:
         return self.requests[name].is_finished()
@@ -236,20 +238,20 @@ class SimEngine:
         # What workers get is a copy, made when the step is sent.
         output.kv_connector_metadata = copy.deepcopy(output.kv_connector_metadata)
         self._jobs.append(_Job(output, list(self._jobs)))
-        self._poison_free()
+        self._look_at_free()
 
     def execute(self) -> None:
         """Run the oldest step that has not run: what the workers do."""
         job = next((job for job in self._jobs if job.result is None), None)
         if job is None:
             return
-        self._check_free()
+        self.check_free()
         sampled = self._forward(job)
         results = [self._worker_step(worker, job.output, sampled) for worker in self._workers]
         job.result = self._aggregator.aggregate(results)
         self.failed |= job.result.kv_connector_output.failed_recving
-        self._check_free()
-        self._poison_free()
+        self.check_free()
+        self._look_at_free()
 
     def update(self) -> None:
         """Give the scheduler the oldest step's results."""
@@ -261,7 +263,7 @@ class SimEngine:
         if self.setup.drafts and not self.setup.asynchronous:
             drafts = {name: state.drafts for name, state in self._running.items() if state.drafts}
             self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
-        self._poison_free()
+        self._look_at_free()
 
     # -- workers -------------------------------------------------------------------------------------------------
 
@@ -359,31 +361,37 @@ class SimEngine:
             names, {name: i for i, name in enumerate(names)}, list(sampled.values()), kv_connector_output=kv_output
         )
 
-    # -- poison --------------------------------------------------------------------------------------------------
+    # -- free blocks --------------------------------------------------------------------------------------------------
 
-    def _free(self) -> set[int]:
-        """Blocks that hold nothing: free, and no longer in the engine's prefix cache."""
-        blocks = self.scheduler.kv_cache_manager.block_pool.blocks
-        return {0} | {b.block_id for b in blocks if b.ref_cnt == 0 and b.block_hash is None and not b.is_null}
+    def _free(self) -> tuple[set[int], set[int]]:
+        """Free blocks; and those of them that hold nothing: they are no longer in the engine's prefix cache."""
+        free = [b for b in self.scheduler.kv_cache_manager.block_pool.blocks if b.ref_cnt == 0 and not b.is_null]
+        return {0} | {b.block_id for b in free}, {0} | {b.block_id for b in free if b.block_hash is None}
 
-    def _poison_free(self) -> None:
-        """Poison what has become free, once the steps have run that were sent while it was in use."""
-        free = self._free()
+    def _look_at_free(self) -> None:
+        """Remember what free blocks hold, once the steps have run that were sent while they were in use: poison, where
+        nobody can want it any more."""
+        free, empty = self._free()
         unrun = [job for job in self._jobs if job.result is None]
-        for block in free - self._poisoned - self._freed.keys():
+        for block in free - self._idle - self._freed.keys():
             self._freed[block] = unrun[-1] if unrun else None
         self._freed = {block: job for block, job in self._freed.items() if block in free}
-        fresh = [block for block, job in self._freed.items() if job is None or job.result is not None]
+        fresh = {block for block, job in self._freed.items() if job is None or job.result is not None}
         for block in fresh:
             del self._freed[block]
+        self._idle = (self._idle & free) | fresh
+        void = (self._idle & empty) - self._poisoned
         for rank in self.ranks:
-            rank.poison(fresh)
-        self._poisoned = (self._poisoned & free).union(fresh)
+            rank.poison(void)
+            rank.remember(fresh | void)
+        self._poisoned = (self._poisoned | void) & self._idle & empty
 
-    def _check_free(self) -> None:
-        untouched = sorted(self._poisoned & self._free())
+    def check_free(self) -> None:
+        """Nobody has written to a block since it was given back."""
+        untouched = self._idle & self._free()[0]
         for number, rank in enumerate(self.ranks):
-            assert rank.poisoned(untouched), f"rank {number}: a free block, or the null block, was written to"
+            touched = rank.changed(untouched)
+            assert not touched, f"rank {number}: blocks {touched}, which are free (or null), were written to"
 
     def _watch_claims(self) -> None:
         real = self.connector.update_state_after_alloc

@@ -4,7 +4,7 @@ Every element depends on the whole text before it, its layer, its head and its p
 prefix, layer, head or token is told from the right one, bit for bit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -121,6 +121,7 @@ class Rank:
             torch.full((blocks * self._ratio, h * 2 * n * d), POISON, dtype=torch.int32)
             for _ in range(max(map(len, model.tables)))
         ]
+        self._remembered = [memory.clone() for memory in self._memory]
         if order == "column":  # as vLLM's CPU pages: K column-major
             parts = ((0, (1, 2 * n * d, n)), (n * d, (d, 2 * n * d, 1)))
         else:
@@ -160,15 +161,25 @@ class Rank:
         page, inside = self._where(blocks, first, last)
         return torch.stack([pages[page, inside] for pages in self._pages[layer]], dim=2)
 
-    def poison(self, blocks: Sequence[int]) -> None:
+    def poison(self, blocks: Iterable[int]) -> None:
         for memory in self._memory:
             memory[self._kernel_blocks(blocks)] = POISON
 
-    def poisoned(self, blocks: Sequence[int]) -> bool:
-        """Whether nobody has written to these blocks since they were poisoned."""
-        return all(bool((memory[self._kernel_blocks(blocks)] == POISON).all()) for memory in self._memory)
+    def remember(self, blocks: Iterable[int]) -> None:
+        """Take what these blocks hold for what they must hold until they are remembered again."""
+        rows = self._kernel_blocks(blocks)
+        for memory, copy in zip(self._memory, self._remembered, strict=True):
+            copy[rows] = memory[rows]
 
-    def _kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
+    def changed(self, blocks: Iterable[int]) -> list[int]:
+        """Those of these blocks that hold something else."""
+        rows = self._kernel_blocks(blocks)
+        differ = [
+            (memory[rows] != copy[rows]).any(dim=1) for memory, copy in zip(self._memory, self._remembered, strict=True)
+        ]
+        return sorted({rows[i] // self._ratio for i in torch.stack(differ).any(dim=0).nonzero().flatten().tolist()})
+
+    def _kernel_blocks(self, blocks: Iterable[int]) -> list[int]:
         return [block * self._ratio + part for block in blocks for part in range(self._ratio)]
 
     def _where(self, blocks: Sequence[int], first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -108,7 +108,7 @@ def test_what_is_loaded_lies_where_the_tables_say(tp: int) -> None:
             found = rank.read(layer, TABLES[MODEL.table_of(layer)], 0, 96)
             assert torch.equal(found[70:], MODEL.kv(layer, rank.heads, machine.text.history(70, 96)))
             assert len(found[:70].unique()) == 1  # poison
-        assert rank.poisoned(blocks)
+        assert rank.changed(blocks) == []  # as they were made
 
 
 def test_a_load_ends_when_its_copies_have() -> None:
