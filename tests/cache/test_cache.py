@@ -1,6 +1,7 @@
 """Putting chunks from any sharding, getting them in any, and what happens when something is wrong."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from tplayout.cache import Cache
@@ -384,3 +387,144 @@ def test_codecs_that_cannot_be_used_are_wrong_use(
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ConfigError, match=r"pip install 'tplayout\[zstd\]'"):
         Cache.open(store, one_group)
+
+
+# -- encryption ------------------------------------------------------------------------------------------------------
+
+KEY = bytes(range(32))
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_an_encrypted_namespace_gives_what_a_plain_one_gives(kit: Any, store: Store, dtype: str) -> None:
+    """Begun by who has a key, adopted by who opens it with that, any sharding on both sides."""
+    group = kit.group(dtype=dtype)
+    identity = kit.identity(group)
+    writer = Cache.open(store, identity, encryption_key=KEY)
+    assert writer.namespace == identity.namespace
+    kit.fill(writer, tp=2)
+    reader = Cache.open(store, identity, encryption_key=KEY)
+    assert reader.longest_prefix(kit.TOKENS, verify=True).tokens == 20
+    for chunk in reader.chunks(kit.TOKENS):
+        wanted = kit.numpy(kit.kv(group, seed=64 * chunk.index), group)
+        assert kit.bits(reader.get(chunk)) == wanted.tobytes()
+        for shard in (*kit.writers(group, 4), Shard(range(1, 3), range(1, 2))):
+            assert kit.bits(reader.get(chunk, shard)) == kit.cut(wanted, shard).tobytes()
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), secret=st.sampled_from([None, b"a secret of some length"]))
+def test_any_sharding_of_an_encrypted_chunk(kit: Any, data: st.DataObject, secret: bytes | None) -> None:
+    """Put in one, got in another: bit for bit."""
+    heads, layers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    group = kit.group(heads=heads, layers=tuple(range(layers)))
+    identity = kit.identity(group)
+    store = open_store(f"memory://any-{os.urandom(8).hex()}")
+    cache = Cache.open(store, identity, encryption_key=KEY, secret=secret)
+    (chunk,) = cache.chunks(range(4))
+    values = kit.numpy(kit.kv(group, seed=heads * layers), group)
+    cut = data.draw(st.integers(0, heads)), data.draw(st.integers(0, layers))
+    rectangles = [
+        Shard(range(*head), range(*layer))
+        for head in ((0, cut[0]), (cut[0], heads))
+        for layer in ((0, cut[1]), (cut[1], layers))
+    ]
+    shards = [shard for shard in rectangles if shard.cells]
+    cache.put(chunk, {shard: kit.cut(values, shard) for shard in shards})
+    first = data.draw(st.integers(0, heads - 1)), data.draw(st.integers(0, layers - 1))
+    last = data.draw(st.integers(first[0] + 1, heads)), data.draw(st.integers(first[1] + 1, layers))
+    wanted = Shard(range(first[0], last[0]), range(first[1], last[1]))
+    assert kit.bits(cache.get(chunk, wanted)) == kit.cut(values, wanted).tobytes()
+
+
+def test_nothing_plain_reaches_the_store(kit: Any, store: Store, one_group: Any) -> None:
+    """[M46] Nor a temporary of it: what is given to the store is sealed already."""
+    cache = Cache.open(store, one_group, encryption_key=KEY)
+    kit.fill(cache)
+    data = b"".join(store.get(info.key) for info in store.list())
+    (group,) = one_group.geometry.groups
+    for chunk in cache.chunks(kit.TOKENS):
+        bits = kit.numpy(kit.kv(group, seed=64 * chunk.index), group).tobytes()
+        hidden = [bits[start : start + 16] for start in range(0, len(bits) - 16, 16)]
+        assert not [text for text in (np.array(chunk.tokens, "<i4").tobytes(), *hidden) if text in data]
+        assert chunk.parent not in data
+    assert KEY not in data
+    assert KEY.hex().encode() not in data
+
+
+@pytest.mark.parametrize(
+    ("begun", "opened", "words"),
+    [
+        ({"encryption_key": KEY}, {}, "is needed, none is given"),
+        ({"encryption_key": KEY}, {"encryption_key": bytes(32)}, "is needed, "),
+        ({}, {"encryption_key": KEY}, "codec none takes no encryption key"),
+        ({"codec": "shuffle-zstd"}, {"encryption_key": KEY}, "codec shuffle-zstd takes no encryption key"),
+    ],
+)
+def test_another_encryption_key_is_refused_by_name(
+    store: Store, one_group: Any, begun: dict[str, Any], opened: dict[str, Any], words: str
+) -> None:
+    """[M47] Who has a key never reads what is not encrypted with it."""
+    Cache.open(store, one_group, **begun)
+    before = {info.key: store.get(info.key) for info in store.list()}
+    with pytest.raises(FormatError, match=words) as caught:
+        Cache.open(store, one_group, **opened)
+    assert caught.value.reason is Reason.WRONG_ENCRYPTION_KEY
+    assert {info.key: store.get(info.key) for info in store.list()} == before
+
+
+def test_a_swapped_document_makes_nobody_believe_plain_objects(store: Store, one_group: Any, kit: Any) -> None:
+    """[M47] Somebody who may write puts a plain namespace in an encrypted one's place, with KV of his own."""
+    cache = Cache.open(store, one_group, encryption_key=KEY)
+    kit.fill(cache)
+    (chunk, *_) = cache.chunks(kit.TOKENS)
+    name = object_name(cache.namespace, chunk.key, 0)
+    forger = open_store("memory://forger")
+    forged = Cache.open(forger, one_group)
+    kit.fill(forged)
+    store.put(name, forger.get(name))
+    with pytest.raises(FormatError) as caught:
+        cache.get(chunk)
+    assert caught.value.reason is Reason.WRONG_CODEC
+    store.put(f"{cache.namespace}/namespace.json", forger.get(f"{cache.namespace}/namespace.json"))
+    with pytest.raises(FormatError) as caught:
+        Cache.open(store, one_group, encryption_key=KEY)
+    assert caught.value.reason is Reason.WRONG_ENCRYPTION_KEY
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"encryption_key": bytes(16)},
+        {"encryption_key": KEY, "codec": "shuffle-zstd"},
+        {"encryption_key": KEY, "codec": "none"},
+        {"codec": "aes-256-gcm"},
+    ],
+)
+def test_keys_that_cannot_be_used_are_wrong_use(store: Store, one_group: Any, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="encrypt"):
+        Cache.open(store, one_group, **arguments)
+    assert list(store.list()) == []
+
+
+def test_damage_in_an_encrypted_object_is_an_error_or_a_miss(
+    kit: Any, store: Store, damage: Any, one_group: Any
+) -> None:
+    cache = Cache.open(store, one_group, encryption_key=KEY)
+    kit.fill(cache)
+    first, second = cache.chunks(kit.TOKENS)[:2]
+    name = object_name(cache.namespace, second.key, 0)
+    damage(name, len(store.get(name)) - 1)
+    with pytest.raises(FormatError) as caught:
+        cache.get(second)
+    assert caught.value.where == name
+    assert cache.get(first).shape[0] == 4
+    assert cache.longest_prefix(kit.TOKENS, verify=True).tokens == 4
+
+
+def test_without_the_cipher_s_library_the_way_out_is_named(
+    store: Store, one_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tplayout\[encrypt\]'"):
+        Cache.open(store, one_group, encryption_key=KEY)
+    assert list(store.list()) == []

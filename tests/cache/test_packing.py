@@ -1,4 +1,4 @@
-"""tplayout/cache/packing.py: a store of plain objects in front of packed ones."""
+"""tplayout/cache/packing.py: a store of plain objects in front of packed or encrypted ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +9,11 @@ from tools.fault_store import Fault, FaultStore
 from tplayout.cache import Cache
 from tplayout.cache.codec import make_codec
 from tplayout.cache.packing import PackingStore, plain_store
-from tplayout.errors import FormatError, NotFound, Reason, StorageError, StorageErrorKind, StorageTimeout
+from tplayout.errors import FormatError, GeometryError, NotFound, Reason, StorageError, StorageErrorKind, StorageTimeout
 from tplayout.format.chunk import seal, verify
 from tplayout.format.digest import make_hasher
+from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.keys import chain, object_name
 from tplayout.format.layout import ChunkLayout, chunk_layout
 from tplayout.format.sharding import whole
@@ -19,12 +21,13 @@ from tplayout.storage.base import Store
 
 NAMESPACE = bytes(range(32))
 NAME = NAMESPACE.hex()[:32]
+KEY = EncryptionKey(bytes(32))
 
 
 class World:
-    """A sealed object, its name, and the store that packs."""
+    """A sealed object, its name, and the store that packs, or encrypts."""
 
-    def __init__(self, kit: Any, store: Store) -> None:
+    def __init__(self, kit: Any, store: Store, codec: str) -> None:
         self.hasher = make_hasher()
         geometry = kit.identity(kit.group(), kit.group("window-7", "window", window=7, layers=(3,))).geometry
         self.layouts: Sequence[ChunkLayout] = [chunk_layout(geometry, index, self.hasher.name) for index in (0, 1)]
@@ -37,13 +40,18 @@ class World:
             self.buf[span.start : span.stop] = bytes(head * 7 % 5 if i % 2 else i % 256 for i in range(len(span)))
         seal(self.buf, self.layout, NAMESPACE, self.chunk, self.hasher)
         self.inner = store
-        self.codec = make_codec("shuffle-zstd", self.hasher)
+        if codec == "aes-256-gcm":
+            self.codec = make_codec(codec, self.hasher, KEY.id, KEY)
+            self.open = {"encryption_key": bytes(32)}
+        else:
+            self.codec = make_codec(codec, self.hasher)
+            self.open = {"codec": codec}
         self.plain = plain_store(store, NAME, self.layouts, self.codec)
 
 
-@pytest.fixture
-def world(kit: Any, store: Store) -> World:
-    return World(kit, store)
+@pytest.fixture(params=["shuffle-zstd", "aes-256-gcm"])
+def world(kit: Any, store: Store, request: pytest.FixtureRequest) -> World:
+    return World(kit, store, request.param)
 
 
 def test_the_codec_none_needs_no_other_store(world: World) -> None:
@@ -128,6 +136,30 @@ def test_a_range_of_a_plain_object_says_wrong_codec(world: World) -> None:
     assert (caught.value.reason, caught.value.where) == (Reason.WRONG_CODEC, world.name)
 
 
+def test_an_encrypted_object_under_another_name_is_refused(kit: Any, store: Store) -> None:
+    """[M26] [M44] Whole, or a range of it."""
+    world = World(kit, store, "aes-256-gcm")
+    world.plain.put(world.name, world.buf)
+    other = object_name(NAME, bytes(32), 0)
+    world.inner.put(other, world.inner.get(world.name))
+    for call in (
+        lambda: world.plain.get(other),
+        lambda: world.plain.get_range(other, world.layout.sections, 100),
+        lambda: world.plain.get_range(other, world.layout.data_start, 16),
+    ):
+        with pytest.raises(FormatError) as caught:
+            call()
+        assert (caught.value.reason, caught.value.where) == (Reason.DIGEST_MISMATCH, other)
+
+
+def test_groups_that_cannot_be_encrypted_are_refused_at_once(store: Store) -> None:
+    """[M48]"""
+    group = Group("g", "full", (0,), 1, (Part("k", 2**14), Part("v", 2**14)), "U8")
+    layouts = [chunk_layout(Geometry(2**16, (group,)), 0, "xxh3-128")]
+    with pytest.raises(GeometryError, match="too large to be encrypted"):
+        plain_store(store, NAME, layouts, make_codec("aes-256-gcm", make_hasher(), KEY.id, KEY))
+
+
 def test_missing_objects_and_small_buffers(world: World) -> None:
     for call in (
         lambda: world.plain.get(world.name),
@@ -167,10 +199,10 @@ def test_deadlines_reach_the_store_below(world: World) -> None:
 def test_whole_caches_on_faulty_stores(kit: Any, world: World) -> None:
     """Whatever breaks below, what a cache returns is what was put."""
     identity = kit.identity(kit.group())
-    Cache.open(world.inner, identity, codec="shuffle-zstd")
+    Cache.open(world.inner, identity, **world.open)
     faults = set(Fault) - {Fault.HANG}
     broken = FaultStore(world.inner, seed=3, rate=0.2, delay_s=0.0, faults=faults, verbs=("put", "get_range"))
-    cache = Cache.open(broken, identity)
+    cache = Cache.open(broken, identity, **world.open)
     group = identity.geometry.groups[0]
     outcomes = []
     for number in range(60):
