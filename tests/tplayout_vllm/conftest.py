@@ -1,5 +1,6 @@
 """Fixtures for tests that drive vLLM's own scheduler, with the connector and real I/O processes but no model."""
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,14 @@ from sim_store import Sim  # noqa: E402
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that is only a configuration."""
     return make_model_directory(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[None]:
+    """For tests in which much fails on purpose: else each failure logs its traceback."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from sim_engine import SimEngine
+from sim_model import Text
 from sim_store import Sim
 
 from tplayout.errors import ConfigError, Unavailable
@@ -269,6 +270,28 @@ def test_a_limit_of_less_than_a_chunk_is_refused(sim: Sim) -> None:
         sim.engine(options={"max_bytes": "1KiB"})
 
 
+def files_of(sim: Sim) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sim.store.rglob("*") if path.is_file()}
+
+
+def left_alone(
+    sim: Sim, engine: SimEngine, texts: Sequence[Text], before: dict[Path, bytes], caplog: pytest.LogCaptureFixture
+) -> set[str]:
+    """Requests are answered without the store, which stays as it was; what the log says of that."""
+    for text in (*texts, *texts):
+        name = engine.run(text, 300, 2)
+        assert engine.loaded(name) == 0
+        assert engine.requests[name].get_finished_reason().name == "LENGTH"
+        engine.connector.reset_cache()  # what it has computed itself is right, and served from memory
+    assert files_of(sim) == before
+    counted = engine.stager.snapshot()
+    assert set(counted["load_errors"]) == set(counted["save_errors"]) == {"namespace-differs"}
+    assert counted["verification_failures"] == 0  # nothing is damaged
+    said = {record.getMessage() for record in caplog.records if "namespace-differs" in record.getMessage()}
+    assert len(said) == 2  # loads and saves
+    return said
+
+
 def test_a_store_that_turns_out_to_be_kept_in_another_way_is_left_alone(
     sim: Sim, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,21 +307,11 @@ def test_a_store_that_turns_out_to_be_kept_in_another_way_is_left_alone(
     with monkeypatch.context() as patch:
         patch.setattr("tplayout_vllm.opening.read_namespace", unreachable)
         engine = sim.engine(caching=False)
-    before = {path: path.read_bytes() for path in sim.store.rglob("*") if path.is_file()}
-    for one in (text, other, text, other):
-        name = engine.run(one, 300, 2)
-        assert engine.loaded(name) == 0
-        assert engine.requests[name].get_finished_reason().name == "LENGTH"
-        engine.connector.reset_cache()  # what it has computed itself is right, and served from memory
-    assert {path: path.read_bytes() for path in sim.store.rglob("*") if path.is_file()} == before
-    counted = engine.stager.snapshot()
-    assert set(counted["load_errors"]) == set(counted["save_errors"]) == {"namespace-differs"}
-    assert counted["verification_failures"] == 0  # nothing is damaged
-    assert all(state.startswith("suspended (namespace-differs)") for state in
-               (engine.stager.health["loads"], engine.stager.health["saves"]))  # fmt: skip
+    before = files_of(sim)
+    said = left_alone(sim, engine, (text, other), before, caplog)
+    for part in ("loads", "saves"):
+        assert engine.stager.health[part].startswith("suspended (namespace-differs)")
     assert engine.stats("save-store-namespace-differs", "skips") > 0
-    said = {record.getMessage() for record in caplog.records if "namespace-differs" in record.getMessage()}
-    assert len(said) == 2  # loads and saves
     assert all("storage.digest: ours 'xxh3-128', theirs 'blake3-keyed'; restart this server" in line for line in said)
 
 
@@ -312,20 +325,10 @@ def test_another_encryption_key_is_a_miss(
     theirs, ours = ({"encryption_key_file": str(tmp_path / name)} for name in ("theirs", "ours"))
     text, other = sim.text(70), sim.text(71)
     sim.engine(options={} if server == "a key where nothing is encrypted" else theirs).run(text, 300, 1)
-    before = {path: path.read_bytes() for path in sim.store.rglob("*") if path.is_file()}
+    before = files_of(sim)
     engine = sim.engine(caching=False, options={} if server == "no key" else ours)
     assert sum("serving WITHOUT it" in record.getMessage() for record in caplog.records) == 1
-    for one in (text, other, text, other):
-        name = engine.run(one, 300, 2)
-        assert engine.loaded(name) == 0
-        assert engine.requests[name].get_finished_reason().name == "LENGTH"
-        engine.connector.reset_cache()  # what it has computed itself is right, and served from memory
-    assert {path: path.read_bytes() for path in sim.store.rglob("*") if path.is_file()} == before
-    counted = engine.stager.snapshot()
-    assert set(counted["load_errors"]) == set(counted["save_errors"]) == {"namespace-differs"}
-    assert counted["verification_failures"] == 0  # nothing is damaged
-    said = {record.getMessage() for record in caplog.records if "namespace-differs" in record.getMessage()}
-    assert len(said) == 2  # loads and saves
+    said = left_alone(sim, engine, (text, other), before, caplog)
     assert all("storage.encryption_key_id" in line or "storage.codec" in line for line in said)
 
 

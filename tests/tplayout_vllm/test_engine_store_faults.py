@@ -4,7 +4,6 @@ The store is `tools.faulty_files`, under the connector's own I/O processes. Each
 request attends to is, bit for bit, what it is without any cache.
 """
 
-import logging
 import random
 import time
 from collections import Counter
@@ -27,11 +26,7 @@ TRAFFIC = 150
 SECONDS = 0.15  # of a store operation
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,8 @@ Each step is checked by `sim_engine`, each stored object by `Sim.check_store`. E
 again alone: pytest -k 'walk and 17'.
 """
 
-import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -32,12 +30,7 @@ LONGEST = 700
 ACTIONS = 50
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    """Failures are made on purpose here, and logged with their traceback."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture(scope="module")
