@@ -266,7 +266,10 @@ def _print_chunk(opened: Opened, found: list[Cell], list_tokens: bool) -> None:
     damaged = [one for one in found if one.ok is False]
     missing = layout.group.heads * len(layout.group.layers) - len(found)
     state = "not checked" if opened.unsure else f"{len(damaged)} damaged"
-    say(f"  cells     {len(found)}, {state}" + (f", {missing} cut off" if missing else ""))
+    if opened.sealed:
+        say(f"  cells     {missing}, not to be opened")
+    else:
+        say(f"  cells     {len(found)}, {state}" + (f", {missing} cut off" if missing else ""))
     for one in damaged[:20]:
         say(f"            head {one.head}, layer {one.layer}")
     if len(damaged) > 20:

@@ -189,7 +189,8 @@ def _print_findings(report: Report, deep: bool) -> None:
     if kinds:
         say("NOT sound: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
     else:
-        say("sound" + (": what is listed above is harmless" if report.notes else ""))
+        limit = ", as far as can be told without the key" if report.sealed else ""
+        say(f"sound{limit}" + (": what is listed above is harmless" if report.notes else ""))
 
 
 def _print_moves(moves: list[Move]) -> None:
