@@ -78,6 +78,34 @@ def test_what_was_used_least_recently_goes_tails_first(world, size):
     assert total(world.store) == 6 * size
 
 
+def test_what_memory_serves_counts_as_used_too(world, size):
+    stager = world.stager(max_bytes=2 * size)
+    hot, cold, new = (world.chunks(1, seed) for seed in range(3))
+    world.save(stager, hot)
+    world.save(stager, cold)
+    used_at(world, hot, OLD)
+    used_at(world, cold, OLD + 1)
+    stager.start_lookup("r", hot)
+    assert world.finish(stager, "r").ready == 1
+    assert (stager.counters()["host_hits"], stager.counters()["loads"]) == (1, 0)
+    world.wait_until(lambda: world.path(hot[0]).stat().st_atime > OLD + 2)
+    world.save(stager, new)
+    assert stored(world, hot + cold + new) == [True, False, True]
+
+
+def test_what_is_computed_again_although_it_is_stored_counts_as_used_too(world):
+    stager = world.stager()
+    chunks = world.chunks(1)
+    world.save(stager, chunks)
+    used_at(world, chunks, OLD)
+    assert stager.begin_save(chunks[0]) is None
+    world.wait_until(lambda: world.path(chunks[0]).stat().st_atime > OLD)
+    used_at(world, chunks, OLD)
+    assert stager.begin_save(chunks[0]) is None  # but not each time
+    world.save(stager, world.chunks(1, seed=1))
+    assert world.path(chunks[0]).stat().st_atime == OLD
+
+
 def test_of_a_prefix_that_does_not_fit_the_beginning_is_kept(world, size):
     stager = world.stager(max_bytes=4 * size)
     chunks = world.chunks(8)

@@ -1,6 +1,6 @@
 """What is remembered about the store: bounded, and forgotten when told."""
 
-from tplayout.staging.known import Damaged, KnownStored
+from tplayout.staging.known import Damaged, KnownStored, UsesTold
 
 
 def test_the_least_recently_seen_objects_are_forgotten():
@@ -43,3 +43,17 @@ def test_damage_is_bounded():
         damaged.add(number.to_bytes(4, "little"))
     assert damaged.has((4999).to_bytes(4, "little"))
     assert not damaged.has(bytes(4))
+
+
+def test_of_a_use_the_store_is_told_once_in_a_while():
+    now = [0.0]
+    uses = UsesTold(2, 10.0, lambda: now[0])
+    assert uses.due(b"a")
+    uses.told(b"a")
+    now[0] = 9.0
+    assert not uses.due(b"a")
+    now[0] = 10.0
+    assert uses.due(b"a")
+    for key in (b"a", b"b", b"c"):
+        uses.told(key)
+    assert [uses.due(key) for key in (b"a", b"b", b"c")] == [True, False, False]

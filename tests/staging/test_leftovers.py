@@ -12,6 +12,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from tplayout.cli.main import main
+from tplayout.staging.watchdog import look_at
 from tplayout.storage.base import is_temporary
 
 HERE = Path(__file__).parent
@@ -27,6 +28,7 @@ def stop_in_mid_write(world, pid):
     for number in itertools.count():
         assert number < 5000, "never caught while it writes"
         os.kill(pid, signal.SIGSTOP)
+        world.wait_until(lambda: set(look_at(pid).states) == {"T"})
         if temporaries(world):
             return
         os.kill(pid, signal.SIGCONT)

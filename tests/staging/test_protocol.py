@@ -23,6 +23,7 @@ from tplayout.staging.protocol import (
     Saved,
     Sealed,
     Stuck,
+    Use,
     decode,
     encode,
 )
@@ -40,6 +41,7 @@ seconds = st.floats(0, 1e6)
 messages = st.one_of(
     st.builds(Load, numbers, numbers, groups, st.text()),
     st.builds(Save, numbers, numbers, numbers, groups, st.text(), st.booleans(), st.booleans()),
+    st.builds(Use, groups, st.text()),
     st.builds(Cancel, numbers),
     st.just(Ping()),
     st.just(Pong()),

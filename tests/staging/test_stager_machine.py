@@ -47,6 +47,9 @@ class PlayedPool:
             self.jobs[message.job] = message
         return bool(self.accepting)
 
+    def tell(self, message):
+        pass
+
     def cancel(self, job):
         self.cancelled.add(job)
 

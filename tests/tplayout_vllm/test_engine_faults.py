@@ -251,7 +251,7 @@ def test_a_full_or_forbidden_store_saves_nothing_and_serves(sim: Sim, store_faul
 def test_a_store_under_a_limit_keeps_what_was_used_last_and_answers_stay_right(sim: Sim) -> None:
     size = sim.engine().stager.plan.layouts[0].nbytes
     limit = 10 * size
-    engine = sim.engine(caching=False, options={"max_bytes": limit})
+    engine = sim.engine(caching=False, options={"max_bytes": limit, "never_slower": False})
     for seed in (30, 31, 30, 32, 30, 33):
         engine.run(sim.text(seed), 200, 3)  # three chunks each
         engine.connector.reset_cache()  # what is read from memory is not noted as used

@@ -39,6 +39,7 @@ from tplayout.staging.protocol import (
     Save,
     Saved,
     Stuck,
+    Use,
     decode,
     encode,
 )
@@ -226,6 +227,12 @@ class IoPool:
         channel.jobs.add(message.job)
         channel.send(message)
         return True
+
+    def tell(self, message: Use) -> None:
+        """Say something that is not answered, if there is a process to hear it."""
+        takers = [channel for channel in self._channels if channel.accepts]
+        if takers:
+            min(takers, key=lambda channel: len(channel.jobs)).send(message)
 
     def cancel(self, job: int) -> None:
         """Ask the process that has the job to skip it."""

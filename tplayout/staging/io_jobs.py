@@ -7,7 +7,7 @@ in-process.
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -131,14 +131,14 @@ def load(bench: Bench, job: Load, namespace: NamespaceCheck) -> Loaded:
         except StorageError as error:
             outcome, kind, detail = "error", error.kind.value, str(error)
         break
-    _note_use(bench.store, [object_name(bench.namespace_name, key, group) for group in done])
+    note_use(bench, key, done)
     return Loaded(job.job, outcome, tuple(done), kind, detail, nbytes, time.monotonic() - started)
 
 
-def _note_use(store: Store, names: list[str]) -> None:
+def note_use(bench: Bench, key: bytes, groups: Sequence[int]) -> None:
     """Tell the store, for whoever prunes it. Nothing depends on it, so nothing waits for it."""
     with suppress(StorageError):
-        store.touch(names, deadline=_TOUCH_S)
+        bench.store.touch([object_name(bench.namespace_name, key, group) for group in groups], deadline=_TOUCH_S)
 
 
 def _fetch(bench: Bench, slot: int, group: int, name: str, key: bytes) -> int:
@@ -194,7 +194,7 @@ class Publisher:
             self._document()
             missing = self._missing(job)
             stored = [group for group in job.groups if group not in missing]
-            _note_use(self._bench.store, [self._name(job, group) for group in stored])
+            note_use(self._bench, bytes.fromhex(job.key), stored)
             for group in missing:
                 view = self._bench.region.slot(job.slot, group)
                 span = self._bench.layouts[group].parent_range

@@ -49,6 +49,7 @@ from tplayout.staging.protocol import (
     Saved,
     Sealed,
     Stuck,
+    Use,
     decode,
     encode,
 )
@@ -64,6 +65,7 @@ _CHUNK = 2**16
 INTERNAL = "internal"  # kind of an error that is a bug of ours
 
 Job = Load | Save | Probe
+Given = Job | Use
 
 
 def detach() -> None:
@@ -115,8 +117,8 @@ class IoProcess:
         self._selector.register(control, selectors.EVENT_READ)
         if lifeline >= 0:
             self._selector.register(lifeline, selectors.EVENT_READ)
-        self._loads: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._saves: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[Given] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[Given] = queue.SimpleQueue()
         for jobs, count in ((self._loads, config.load_threads), (self._saves, config.save_threads)):
             for _ in range(count):
                 threading.Thread(target=self._work, args=(jobs,), daemon=True).start()
@@ -184,6 +186,8 @@ class IoProcess:
         if isinstance(message, Load | Probe):
             self._given.add(message.job)
             self._loads.put(message)
+        elif isinstance(message, Use):
+            self._loads.put(message)
         elif isinstance(message, Save):
             self._waiting[message] = time.monotonic() + self._config.save_wait_s
         elif isinstance(message, Cancel):
@@ -222,9 +226,13 @@ class IoProcess:
             self._send(Stuck(f"a store operation takes longer than {self._config.timeout_s:g} s"))
             self._leave(gone=False)
 
-    def _work(self, jobs: "queue.SimpleQueue[Job]") -> None:
+    def _work(self, jobs: "queue.SimpleQueue[Given]") -> None:
         while True:
             job = jobs.get()
+            if isinstance(job, Use):
+                with contextlib.suppress(Exception):  # nothing depends on it
+                    io_jobs.note_use(self._bench, bytes.fromhex(job.key), job.groups)
+                continue
             operations = 1 if isinstance(job, Probe) else 2 + 2 * len(job.groups)
             self._overdue[job.job] = time.monotonic() + operations * self._config.timeout_s + _STUCK_S
             event = self._perform(job)

@@ -1,6 +1,6 @@
-"""What is remembered about the store without asking it: objects that are there, and chunks that are damaged.
+"""What is remembered about the store without asking it: objects there, chunks that are damaged, uses it was told of.
 
-Both are bounded and only ever save work: forgetting is harmless, and what is wrongly remembered is
+All are bounded and only ever save work: forgetting is harmless, and what is wrongly remembered is
 corrected by the next answer of the store.
 """
 
@@ -41,6 +41,29 @@ class KnownStored:
     def clear(self) -> None:
         """Nothing is known any more."""
         self._seen.clear()
+
+
+class UsesTold:
+    """Chunks of whose use the store was told, so that it is not told each time. The last `most` of them."""
+
+    def __init__(self, most: int, seconds: float, clock: Callable[[], float]) -> None:
+        """seconds: how long a chunk counts as used by what was told."""
+        self._most = most
+        self._seconds = seconds
+        self._clock = clock
+        self._told: OrderedDict[bytes, float] = OrderedDict()
+
+    def told(self, key: bytes) -> None:
+        """The store knows of a use just now."""
+        self._told[key] = self._clock()
+        self._told.move_to_end(key)
+        if len(self._told) > self._most:
+            self._told.popitem(last=False)
+
+    def due(self, key: bytes) -> bool:
+        """The chunk is used, and the store should be told again."""
+        last = self._told.get(key)
+        return last is None or self._clock() - last >= self._seconds
 
 
 class Damaged:

@@ -51,6 +51,7 @@ class Loads:
                 return slot, Staged.COMING
             if not missing:
                 self._pool.counters["host_hits"] += 1
+                self._pool.note_use(chunk.key, groups)
                 return slot, Staged.READY
         refusal = self._refusal(chunk.key)
         if refusal is not None:
@@ -95,6 +96,7 @@ class Loads:
         pool.loads_in_flight -= 1
         together = self._together.pop(work.job)
         if event.outcome == "ready":
+            pool.uses.told(key)
             self.speed.add(event.seconds, together)
         if event.outcome != "cancelled":
             pool.answered_at = pool.clock()

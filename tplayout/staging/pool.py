@@ -3,20 +3,22 @@
 import itertools
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tplayout.errors import StorageErrorKind
 from tplayout.staging.breaker import Breaker
 from tplayout.staging.io_client import IoPool
-from tplayout.staging.known import Damaged, KnownStored
+from tplayout.staging.known import Damaged, KnownStored, UsesTold
 from tplayout.staging.log_limit import LogLimit
 from tplayout.staging.plan import StagingPlan
-from tplayout.staging.protocol import Load, Probe, Save
+from tplayout.staging.protocol import Load, Probe, Save, Use
 from tplayout.staging.region import Region
 from tplayout.staging.slots import SlotTable
 
 log = logging.getLogger("tplayout")
+
+_USED_S = 600.0  # between two notes of one chunk's use
 
 # What says something about the store as a whole; other errors are about one object.
 STORE_FAULTS = frozenset(
@@ -59,15 +61,23 @@ class Pool:
     answered_at: float = 0.0  # when the store last answered a load, whatever it said
     ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     limit: LogLimit = field(init=False)
+    uses: UsesTold = field(init=False)
 
     def __post_init__(self) -> None:
         self.limit = LogLimit(self.clock)
+        self.uses = UsesTold(self.plan.known_stored, _USED_S, self.clock)
 
     def warn(self, what: str, kind: str, detail: str) -> None:
         """A line in the log about a job that failed: one a minute for each `what` and kind, since chunks are many."""
         more = self.limit.allow(f"{what}\0{kind}")
         if more is not None:
             log.warning("tplayout: %s: %s%s", what, detail or kind, more)
+
+    def note_use(self, key: bytes, groups: Sequence[int]) -> None:
+        """Tell the store now and then that a chunk is used which it is not asked for, unless it is in trouble."""
+        if self.reads.closed and self.uses.due(key):
+            self.uses.told(key)
+            self.io.tell(Use(tuple(groups), key.hex()))
 
     def submit(self, work: Load | Save | Probe, key: bytes = b"") -> bool:
         """Hand out a job. False if no I/O process takes it."""

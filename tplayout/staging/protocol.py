@@ -75,6 +75,14 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Use:
+    """A chunk's objects are used without being read: tell the store, for whoever prunes it. key: hex. Not answered."""
+
+    groups: tuple[int, ...]
+    key: str
+
+
+@dataclass(frozen=True)
 class Cancel:
     """A job's result is not wanted any more: it is skipped if it has not begun. It is answered either way."""
 
@@ -172,13 +180,13 @@ class Note:
     text: str
 
 
-Request = Config | Load | Save | Cancel | Probe | Ping
+Request = Config | Load | Save | Use | Cancel | Probe | Ping
 Event = Hello | Pong | Loaded | Sealed | Saved | Probed | Stuck | Note
 Message = Request | Event
 
 _TYPES: Mapping[str, type[Message]] = {
     cls.__name__.lower(): cls
-    for cls in (Config, Load, Save, Cancel, Probe, Ping, Hello, Pong, Loaded, Sealed, Saved, Probed, Stuck, Note)
+    for cls in (Config, Load, Save, Use, Cancel, Probe, Ping, Hello, Pong, Loaded, Sealed, Saved, Probed, Stuck, Note)
 }
 _HINTS = {cls: get_type_hints(cls) for cls in _TYPES.values()}
 

@@ -35,7 +35,7 @@ class Saves:
             slot = None
         todo = tuple(group for group in unknown if slot is None or pool.table.part(slot, group) is Part.EMPTY)
         if not todo:
-            return self._skip(self._nothing_to_write(chunk.key, slot, unknown, replace))
+            return self._skip(self._nothing_to_write(chunk.key, slot, groups, unknown, replace))
         if not (pool.writes.closed or pool.writes.trial()):
             return self._skip(f"store-{pool.writes.kind}")
         if slot is None:
@@ -109,10 +109,13 @@ class Saves:
         parts = {self._pool.table.part(slot, group) for group in range(len(self._pool.plan.writers))}
         return Part.LOADING in parts and parts <= {Part.LOADING, Part.EMPTY}
 
-    def _nothing_to_write(self, key: bytes, slot: int | None, unknown: Sequence[int], replace: bool) -> str:
+    def _nothing_to_write(
+        self, key: bytes, slot: int | None, groups: Sequence[int], unknown: Sequence[int], replace: bool
+    ) -> str:
         """Why: everything is stored, or on its way. What is in memory only is published now."""
         table = self._pool.table
         if not unknown or slot is None:
+            self._pool.note_use(key, groups)
             return "already-stored"
         clean = tuple(group for group in unknown if table.part(slot, group) is Part.CLEAN)
         if not clean:
