@@ -76,6 +76,11 @@ class Namespace:
         facts, geometry = document.storage, document.identity.geometry
         return [chunk_layout(geometry, index, facts.digest, facts.key_id) for index in range(len(geometry.groups))]
 
+    def most_bytes(self) -> int:
+        """Bytes of the largest object that the geometry allows. Raises as `known`."""
+        codec = self.codec()
+        return max(codec.most_bytes(layout) for layout in self.layouts())
+
     @property
     def encrypted(self) -> bool:
         """Whether its objects can be read with a key only; False where its document cannot be read."""

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from tplayout.admin.catalog import QUARANTINE, Namespace, Stored, hasher_of, key_of, scan
 from tplayout.cache.arrays import from_bits
 from tplayout.cache.codec import Aes256Gcm, Codec, check_key, make_codec, require
-from tplayout.errors import ConfigError, FormatError, NotFound, Reason
+from tplayout.errors import ConfigError, FormatError, NotFound, Reason, StorageError, StorageErrorKind
 from tplayout.format.chunk import parse_header, read_chunk_id, verify
 from tplayout.format.digest import CellHasher
 from tplayout.format.encrypted import EncryptionKey
-from tplayout.format.header import header_size
+from tplayout.format.header import MAX_HEADER_BYTES, header_size
 from tplayout.format.keys import ChunkId, parse_object_name
 from tplayout.format.layout import ChunkLayout, stated_layout
 from tplayout.storage.base import ObjectInfo, Store
@@ -26,7 +26,7 @@ from tplayout.storage.base import ObjectInfo, Store
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MAX_BYTES = 4 << 30
+MAX_BYTES = 4 << 30  # where nobody says what an object may have
 
 _KEY = re.compile(r"[0-9a-f]{4,64}")
 
@@ -131,7 +131,7 @@ def read(
     Raises StorageError; FormatError if not even its header can be read, or if it is encrypted and that is all that can
     be said of it; ConfigError for another key than the namespace's.
     """
-    raw = memoryview(store.get(stored.name, max_bytes=MAX_BYTES))
+    raw = _bytes_of(store, space, stored)
     layout, name, key_id = _layout(space, stored, raw)
     require(name)
     hasher: CellHasher | None = None
@@ -164,6 +164,17 @@ def read(
         key_id,
         sealed=data is None,
     )
+
+
+def _bytes_of(store: Store, space: Namespace, stored: Stored) -> memoryview:
+    """All of an object; FormatError where it has more than twice what the namespace's geometry allows."""
+    most = MAX_BYTES if space.document is None else MAX_HEADER_BYTES + 2 * space.most_bytes()
+    try:
+        return memoryview(store.get(stored.name, max_bytes=most))
+    except StorageError as error:
+        if error.kind is StorageErrorKind.TOO_LARGE:
+            raise FormatError(Reason.TRAILING, f"more than {most} bytes", stored.name) from None
+        raise
 
 
 def _plain(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from tplayout.admin.catalog import QUARANTINE
+from tplayout.admin.catalog import QUARANTINE, Namespace, read_document
 from tplayout.admin.check import Kind
 from tplayout.admin.parallel import are_there
 from tplayout.admin.progress import Progress, silent
@@ -22,7 +22,7 @@ from tplayout.storage.base import Store
 
 ALWAYS = (Kind.DAMAGED, Kind.TRUNCATED, Kind.MISNAMED)
 ON_REQUEST = (Kind.FOREIGN, Kind.TEMPORARY, Kind.UNREACHABLE)
-MAX_BYTES = 4 << 30  # it is moved through memory
+_LEAST = 64 << 20  # bytes that are moved through memory whatever the geometry
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def quarantine(
     chosen = list(findings)
     again = [finding.name for finding in chosen if finding.kind in ALWAYS]
     fresh = _still_faulty(store, again, secret, deep, jobs, encryption_key)
+    most = _most_bytes(store, fresh)
     moves: list[Move] = []
     names = sum(len(_names(finding)) for finding in chosen)
     for finding in chosen:
@@ -73,7 +74,7 @@ def quarantine(
             elif finding.kind in ALWAYS and name not in fresh:
                 moves.append(Move(name, None, nbytes, "it is sound now, or gone"))
             else:
-                moves.append(_move(store, name, nbytes))
+                moves.append(_move(store, name, nbytes, most))
             progress(len(moves), names, sum(move.nbytes for move in moves))
     homes = {finding.name: finding.home for finding in fresh.values() if finding.home is not None}
     return [_home(store, move, homes[move.name]) if move.name in homes and move.to else move for move in moves]
@@ -83,7 +84,7 @@ def _home(store: Store, move: Move, home: str) -> Move:
     """Take a sound object out of quarantine to the name that it should have, unless that is taken."""
     if move.to is None or store.exists([home])[0]:
         return move
-    store.put(home, store.get(move.to, max_bytes=MAX_BYTES))
+    store.put(home, store.get(move.to))
     store.delete([move.to])
     return Move(move.name, home, move.nbytes)
 
@@ -91,6 +92,16 @@ def _home(store: Store, move: Move, home: str) -> Move:
 def _names(finding: Finding) -> list[tuple[str, int]]:
     each = finding.nbytes // len(finding.objects) if finding.objects else 0
     return [(name, each) for name in finding.objects] or [(finding.name, finding.nbytes)]
+
+
+def _most_bytes(store: Store, names: Iterable[str]) -> int:
+    """What one object may have to be moved: twice what the geometry of any of these objects' namespaces allows."""
+    most = _LEAST
+    for name in {name.partition("/")[0] for name in names}:
+        namespace = Namespace(name)
+        if read_document(store, namespace) and namespace.document is not None:
+            most = max(most, 2 * namespace.most_bytes())
+    return most
 
 
 def _still_faulty(
@@ -108,16 +119,16 @@ def _still_faulty(
     return {finding.name: finding for finding in report.findings if finding.kind in ALWAYS}
 
 
-def _move(store: Store, name: str, nbytes: int) -> Move:
+def _move(store: Store, name: str, nbytes: int, most: int) -> Move:
     to = f"{QUARANTINE}/{name}"
     try:
-        data = store.get(name, max_bytes=MAX_BYTES)
+        data = store.get(name, max_bytes=most)
     except NotFound:
         return Move(name, None, nbytes, "it is gone")
     except StorageError as error:
         if error.kind is not StorageErrorKind.TOO_LARGE:
             raise
-        return Move(name, None, nbytes, f"it has more than {MAX_BYTES} bytes: move it by hand")
+        return Move(name, None, nbytes, f"it has more than {most} bytes: move it by hand")
     store.put(to, data)
     store.delete([name])
     return Move(name, to, len(data))

@@ -18,11 +18,12 @@ _MAX_FILE_BYTES = 256 * 2**20
 def read_token_file(path: Path) -> list[int]:
     """Token ids from a file: a JSON array, or whole numbers with white space or commas between. ConfigError."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"tokens file {path}: {error.strerror}") from None
     if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"tokens file {path} has {len(data)} bytes, at most {_MAX_FILE_BYTES}")
+        raise ConfigError(f"tokens file {path} has more than {_MAX_FILE_BYTES} bytes")
     try:
         text = data.decode("ascii").strip()
         tokens = json.loads(text) if text.startswith("[") else [int(word) for word in text.replace(",", " ").split()]
