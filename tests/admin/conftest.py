@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.shapes import Shapes
-from tplayout.admin.convert import target_namespace
-from tplayout.admin.namespaces import OpenNamespace
+from tplayout.admin.namespaces import OpenNamespace, Secrets, begin_namespace
 from tplayout.admin.transfer import store_prefix
 from tplayout.format.identity import Identity
 from tplayout.format.keys import Extras, chain
@@ -62,7 +61,7 @@ class Kit(Shapes):
         codec: str | None = None,
     ) -> tuple[OpenNamespace, Whole]:
         """Store the KV of a prompt; the namespace and the KV."""
-        target = target_namespace(store, identity, secret, "a-model", codec=codec)
+        target = begin_namespace(store, identity, "a-model", Secrets(secret), codec)
         whole = Whole(identity, len(tokens), seed)
         chunks = chain(target.digest, tokens, target.chunk_tokens, lambda index: extras)
         store_prefix(whole, chunks, target)

@@ -9,7 +9,7 @@ import pytest
 
 from tplayout.admin.bundle import export_prefixes, import_bundle
 from tplayout.admin.chains import build_index
-from tplayout.admin.namespaces import begin_namespace, open_namespace
+from tplayout.admin.namespaces import Secrets, begin_namespace, open_namespace
 from tplayout.admin.work import Work
 from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, NotFound, Reason, Unavailable
 from tplayout.format.keys import object_name
@@ -97,7 +97,7 @@ def test_keyed_bundles_need_their_secret(kit, store, target, file):
     export_prefixes(build_index(namespace), None, file)
     with pytest.raises(ConfigError, match="secret"):
         import_bundle(file, target)
-    import_bundle(file, target, SECRET)
+    import_bundle(file, target, Secrets(SECRET))
     assert kit.content(target) == kit.content(store)
 
 
@@ -106,7 +106,7 @@ def test_a_store_with_another_secret_is_refused(kit, store, target, file):
     kit.fill(target, namespace.identity)
     export_prefixes(build_index(namespace), None, file)
     with pytest.raises(NamespaceMismatch):
-        import_bundle(file, target, SECRET)
+        import_bundle(file, target, Secrets(SECRET))
 
 
 def archive(path, *members) -> None:
@@ -186,14 +186,15 @@ def test_packed_objects_go_out_and_in_as_they_are(packed, kit, target, file):
 def test_a_store_that_has_the_namespace_keeps_its_codec(packed, kit, make_store, file, tmp_path):
     plain, reference = make_store("plain"), make_store("reference")
     kit.fill(reference, packed.identity)
-    begin_namespace(plain, packed.identity, None, "a-model")
+    begin_namespace(plain, packed.identity, "a-model")
     export_prefixes(build_index(packed), None, file)
     report = import_bundle(file, plain)
+    assert import_bundle(file, plain, work=Work(dry_run=True)).present == report.objects
     assert kit.content(plain) == kit.content(reference)
     assert report.nbytes == sum(info.size for info in plain.list() if info.key.endswith(".safetensors"))
     export_prefixes(build_index(open_namespace(plain, packed.name)), None, tmp_path / "plain.tplayout")
     again = make_store("again")
-    begin_namespace(again, packed.identity, None, "a-model", "shuffle-zstd")
+    begin_namespace(again, packed.identity, "a-model", codec="shuffle-zstd")
     import_bundle(tmp_path / "plain.tplayout", again)
     assert kit.content(again) == kit.content(packed.store)
 

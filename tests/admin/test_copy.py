@@ -4,7 +4,7 @@ import pytest
 
 from tplayout.admin.chains import Chunk, Index, build_index
 from tplayout.admin.copy import check_apart, copy_namespace, move_namespace, only_of, recode
-from tplayout.admin.namespaces import begin_namespace, open_namespace
+from tplayout.admin.namespaces import Secrets, begin_namespace, open_namespace
 from tplayout.admin.work import Work
 from tplayout.errors import ConfigError, NamespaceMismatch, StorageTimeout
 from tplayout.format.geometry import Part
@@ -104,14 +104,14 @@ def test_dry_runs_write_nothing(filled, target):
 
 def test_a_target_with_another_secret_is_refused(kit, store, target):
     namespace, _ = kit.fill(store, kit.identity(), secret=SECRET)
-    begin_namespace(target, namespace.identity, None, "")
+    begin_namespace(target, namespace.identity, "")
     with pytest.raises(NamespaceMismatch, match="storage"):
-        copy_namespace(namespace, target, SECRET)
+        copy_namespace(namespace, target, Secrets(SECRET))
 
 
 def test_keyed_namespaces_are_copied_with_their_secret(kit, store, target):
     namespace, _ = kit.fill(store, kit.identity(), secret=SECRET)
-    assert copy_namespace(namespace, target, SECRET).complete
+    assert copy_namespace(namespace, target, Secrets(SECRET)).complete
     assert kit.content(target) == kit.content(store)
 
 
@@ -174,16 +174,16 @@ def test_another_codec_and_back_is_the_same_store(kit, store, make_store, secret
     first = build_index(origin).path(leaf(origin))[0]
     store.delete([object_name(origin.name, first, 0)])
     there, back = make_store("there"), make_store("back")
-    report = recode(origin, there, "shuffle-zstd", secret, work=Work(jobs=2))
+    report = recode(origin, there, "shuffle-zstd", Secrets(secret), work=Work(jobs=2))
     assert (report.tally.written, report.complete) == (4, True)
     sizes = {info.key: info.size for info in there.list()}
     del sizes[f"{origin.name}/namespace.json"]
     assert report.tally.nbytes == sum(sizes.values()) < report.bytes_read == 4 * origin.layout(0).nbytes
-    packed = open_namespace(there, origin.name, secret)
+    packed = open_namespace(there, origin.name, Secrets(secret))
     assert packed.document.storage.codec == "shuffle-zstd"
-    again = recode(origin, there, "shuffle-zstd", secret)
+    again = recode(origin, there, "shuffle-zstd", Secrets(secret))
     assert (again.tally.written, again.tally.present) == (0, 4)
-    report = recode(packed, back, "none", secret)
+    report = recode(packed, back, "none", Secrets(secret))
     assert report.bytes_read == sum(sizes.values())
     assert kit.content(back) == kit.content(store)
 
@@ -193,7 +193,7 @@ def test_a_copy_keeps_the_codec_unless_the_target_has_another(packed, kit, targe
     assert kit.content(target) == kit.content(packed.store)
     assert copy_namespace(packed, target).present == 10
     plain, reference = make_store("plain"), make_store("reference")
-    begin_namespace(plain, packed.identity, None, "a-model")
+    begin_namespace(plain, packed.identity, "a-model")
     kit.fill(reference, packed.identity)
     copied = copy_namespace(packed, plain, work=Work(jobs=3))
     assert kit.content(plain) == kit.content(reference)
@@ -204,12 +204,12 @@ def test_a_copy_keeps_the_codec_unless_the_target_has_another(packed, kit, targe
 
 
 def test_another_codec_than_the_target_has_is_refused(packed, filled, target):
-    begin_namespace(target, packed.identity, None, "")
+    begin_namespace(target, packed.identity, "")
     for dry_run in (False, True):
         with pytest.raises(NamespaceMismatch, match="codec"):
             recode(packed, target, "shuffle-zstd", work=Work(dry_run=dry_run))
     with pytest.raises(NamespaceMismatch, match="codec"):
-        begin_namespace(packed.store, packed.identity, None, "", "none")
+        begin_namespace(packed.store, packed.identity, "", codec="none")
     assert len(list(target.list())) == 1
 
 

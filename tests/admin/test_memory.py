@@ -8,8 +8,9 @@ import pytest
 
 from tplayout.admin.bundle import export_prefixes, import_bundle
 from tplayout.admin.chains import build_index
-from tplayout.admin.convert import export_shards, import_shards, target_namespace
+from tplayout.admin.convert import export_shards, import_shards
 from tplayout.admin.copy import copy_namespace, recode
+from tplayout.admin.namespaces import begin_namespace
 from tplayout.admin.rechunk import changed_identity, rechunk
 from tplayout.admin.shards import find_shard_sets
 from tplayout.admin.transfer import store_prefix
@@ -29,7 +30,7 @@ class Cheap:
 def origin(kit, store):
     """Twelve chunks of 4 MiB."""
     group = kit.group(heads=8, layers=tuple(range(16)), parts=(Part("k", 128), Part("v", 128)))
-    target = target_namespace(store, kit.identity(group, chunk_tokens=64), None, "")
+    target = begin_namespace(store, kit.identity(group, chunk_tokens=64), "")
     store_prefix(Cheap(), chain(target.digest, TOKENS, 64), target)
     return target
 
@@ -72,7 +73,7 @@ class Noise:
 
 def test_peaks_of_packed_objects_that_do_not_get_smaller(kit, store, make_store, tmp_path):
     group = kit.group(heads=8, layers=tuple(range(16)), parts=(Part("k", 128), Part("v", 128)))
-    origin = target_namespace(store, kit.identity(group, chunk_tokens=64), None, "", codec="shuffle-zstd")
+    origin = begin_namespace(store, kit.identity(group, chunk_tokens=64), "", codec="shuffle-zstd")
     store_prefix(Noise(), chain(origin.digest, TOKENS[: 64 * 5], 64), origin)
     index = build_index(origin)
     works = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tplayout.admin.namespaces import begin_namespace, choose_namespace, names, open_namespace
+from tplayout.admin.namespaces import Secrets, begin_namespace, choose_namespace, names, open_namespace
 from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, NotFound, Reason
 from tplayout.format.identity import MAX_DOCUMENT_BYTES
 from tplayout.format.keys import namespace_object
@@ -27,14 +27,21 @@ def test_choosing(kit, store):
 def test_secrets(kit, store):
     keyed, _ = kit.fill(store, kit.identity(weights="files:01"), secret=SECRET)
     plain, _ = kit.fill(store, kit.identity(weights="files:02"))
-    assert open_namespace(store, plain.name, SECRET).hasher.key_id is None  # tools see many namespaces
+    assert open_namespace(store, plain.name, Secrets(SECRET)).hasher.key_id is None  # tools see many namespaces
     with pytest.raises(ConfigError, match="secret"):
         open_namespace(store, keyed.name)
     with pytest.raises(ConfigError, match="secret"):
-        open_namespace(store, keyed.name, SECRET + b"x")
-    with pytest.raises(NamespaceMismatch, match="digest"):  # who gives a secret expects authentication
-        begin_namespace(store, plain.identity, SECRET, "")
-    assert begin_namespace(store, keyed.identity, SECRET, "").name == keyed.name
+        open_namespace(store, keyed.name, Secrets(SECRET + b"x"))
+    for dry_run in (False, True):
+        with pytest.raises(NamespaceMismatch, match="digest"):  # who gives a secret expects authentication
+            begin_namespace(store, plain.identity, "", Secrets(SECRET), dry_run=dry_run)
+    assert begin_namespace(store, keyed.identity, "", Secrets(SECRET)).name == keyed.name
+
+
+def test_a_dry_run_begins_nothing(kit, make_store):
+    store = make_store("new")
+    assert begin_namespace(store, kit.identity(), "m", dry_run=True).chunk_tokens == 4
+    assert kit.content(store) == {}
 
 
 def test_damage_is_named(kit, store):
@@ -70,4 +77,4 @@ def test_what_another_began_at_the_same_moment_counts(kit, store, monkeypatch):
         put(self, key, bytes(data).replace(b'"none"', b'"shuffle-zstd"'), **options)
 
     monkeypatch.setattr(type(store), "put", overtaken)
-    assert begin_namespace(store, kit.identity(), None, "m").codec.name == "shuffle-zstd"
+    assert begin_namespace(store, kit.identity(), "m").codec.name == "shuffle-zstd"

@@ -5,7 +5,7 @@ import pytest
 
 from tplayout.admin.chains import build_index
 from tplayout.admin.convert import chunks_of
-from tplayout.admin.namespaces import open_namespace
+from tplayout.admin.namespaces import begin_namespace, open_namespace
 from tplayout.admin.rechunk import carried_extras, changed_identity, rechunk
 from tplayout.admin.transfer import read_prefix
 from tplayout.admin.work import Work
@@ -92,14 +92,13 @@ def test_states_need_a_multiple(kit, store, make_store):
             out[...] = tokens.stop
             return True
 
-    from tplayout.admin.convert import target_namespace
     from tplayout.admin.transfer import store_prefix
     from tplayout.format.keys import chain
 
-    origin = target_namespace(store, identity, None, "")
+    origin = begin_namespace(store, identity, "")
     store_prefix(States(), chain(origin.digest, TOKENS, 4), origin)
     report = rechunk(origin, make_store("there"), changed_identity(identity, 8))
-    fresh = target_namespace(make_store("fresh"), changed_identity(identity, 8), None, "")
+    fresh = begin_namespace(make_store("fresh"), changed_identity(identity, 8), "")
     store_prefix(States(), chain(fresh.digest, TOKENS, 8), fresh)
     assert report.tally.written == 3
     assert kit.content(make_store("there")) == kit.content(make_store("fresh"))
@@ -189,11 +188,10 @@ def test_values_beyond_the_range_are_clamped_and_counted(kit, store, make_store)
             out.view("f4")[0, 0, 0, 0, :3] = (1e6, -1e6, np.inf)
             return True
 
-    from tplayout.admin.convert import target_namespace
     from tplayout.admin.transfer import store_prefix
     from tplayout.format.keys import chain
 
-    origin = target_namespace(store, identity, None, "")
+    origin = begin_namespace(store, identity, "")
     store_prefix(Big(), chain(origin.digest, TOKENS[:4], 4), origin)
     report = rechunk(origin, make_store("there"), changed_identity(identity, None, "F16"), lossy=True)
     assert report.losses["full"].clamped == 2

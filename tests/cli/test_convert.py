@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from tests.support.sample_stores import TOKENS, content, damage_one, identity
 from tests.support.tool import ask, call, refused
-from tplayout.admin.convert import target_namespace
+from tplayout.admin.namespaces import begin_namespace
 from tplayout.admin.transfer import store_prefix
 from tplayout.format.keys import chain
 from tplayout.storage.url import open_store
@@ -29,7 +29,7 @@ class Values:
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     with open_store(tmp_path / "store") as store:
-        target = target_namespace(store, identity(), None, "m")
+        target = begin_namespace(store, identity(), "m")
         store_prefix(Values(), chain(target.digest, TOKENS, 4), target)
     return str(tmp_path / "store")
 

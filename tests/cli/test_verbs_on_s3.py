@@ -13,7 +13,7 @@ import pytest
 from tests.support.sample_stores import Noise, content
 from tests.support.tool import ask, call
 from tools.s3_server import S3Server
-from tplayout.admin.convert import target_namespace
+from tplayout.admin.namespaces import begin_namespace
 from tplayout.admin.transfer import store_prefix
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity
@@ -26,7 +26,7 @@ IDENTITY = Identity("files:01", {}, "float16", None, Geometry(64, (Group("full",
 
 def fill(path: Path, chunks: int) -> None:
     with open_store(path) as store:
-        target = target_namespace(store, IDENTITY, None, "m")
+        target = begin_namespace(store, IDENTITY, "m")
         store_prefix(Noise(), chain(target.digest, list(range(64 * chunks)), 64), target)
 
 

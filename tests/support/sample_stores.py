@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tplayout.admin.convert import target_namespace
+from tplayout.admin.namespaces import begin_namespace
 from tplayout.admin.transfer import store_prefix
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity
@@ -32,7 +32,7 @@ def identity(weights: str = "files:01") -> Identity:
 def store_prompts(url: str | Path, *prompts: Sequence[int], weights: str = "files:01") -> str:
     """Put the full chunks of the prompts into the store at a path or URL; the namespace's name."""
     with open_store(url) as store:
-        target = target_namespace(store, identity(weights), None, "m")
+        target = begin_namespace(store, identity(weights), "m")
         for prompt in prompts:
             store_prefix(Noise(), chain(target.digest, prompt, 4), target)
     return target.name

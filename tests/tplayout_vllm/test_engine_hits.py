@@ -11,7 +11,7 @@ from sim_model import SimModel
 from sim_store import Sim
 
 from tplayout.admin.copy import recode
-from tplayout.admin.namespaces import names, open_namespace
+from tplayout.admin.namespaces import Secrets, names, open_namespace
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.storage.url import open_store
 
@@ -235,5 +235,5 @@ def test_an_encrypted_namespace_is_adopted(sim: Sim, tmp_path: Path) -> None:
 def in_codec(source: Path, destination: Path, codec: str, key: EncryptionKey | None = None) -> None:
     with open_store(source) as origin, open_store(destination) as target:
         (name,) = names(origin)
-        namespace = open_namespace(origin, name, None, key)
-        assert recode(namespace, target, codec, encryption_key=key).complete
+        namespace = open_namespace(origin, name, Secrets(None, key))
+        assert recode(namespace, target, codec, Secrets(None, key)).complete

@@ -14,12 +14,19 @@ from pathlib import Path
 from tplayout.admin.chains import Index
 from tplayout.admin.convert import path_to
 from tplayout.admin.local_files import NewFile, ReadFile, os_errors
-from tplayout.admin.namespaces import OpenNamespace, begin_copy, check_encrypted, check_same_digests, unwritten
+from tplayout.admin.namespaces import (
+    NO_SECRETS,
+    OpenNamespace,
+    Secrets,
+    begin_copy,
+    check_encrypted,
+    check_same_digests,
+    unwritten,
+)
 from tplayout.admin.parallel import in_order
 from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import FormatError, NotFound, Reason, Unavailable
 from tplayout.format.chunk import Buffer
-from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.identity import MAX_DOCUMENT_BYTES, NamespaceDocument, parse_namespace_document
 from tplayout.format.keys import ObjectName, namespace_object, parse_object_name
 from tplayout.storage.base import Store
@@ -96,18 +103,12 @@ def export_prefixes(
     return done
 
 
-def import_bundle(
-    file: Path,
-    store: Store,
-    secret: bytes | None = None,
-    work: Work = SIMPLY,
-    encryption_key: EncryptionKey | None = None,
-) -> Bundled:
+def import_bundle(file: Path, store: Store, secrets: Secrets = NO_SECRETS, work: Work = SIMPLY) -> Bundled:
     """Put a file's objects into a store, verified; what the store has with the right size is skipped.
 
-    encryption_key: of the file and of the store, where they are encrypted. Damaged objects are named and left out.
-    Raises FormatError for what is no bundle, NamespaceMismatch if the store has the namespace with another digest or
-    secret, ConfigError if it would not encrypt what the file does, StorageError.
+    secrets: of the file and of the store. Damaged objects are named and left out. Raises FormatError for what is no
+    bundle, NamespaceMismatch if the store has the namespace with another digest or secret, ConfigError if it would not
+    encrypt what the file does, StorageError.
     """
     with os_errors():
         opened = ReadFile(file)
@@ -115,8 +116,8 @@ def import_bundle(
         members = list(read_members(opened))
         document = _document(opened, members)
         check_same_digests(store, document)
-        inside = unwritten(store, document, secret, encryption_key)
-        target = inside if work.dry_run else begin_copy(store, document, secret, encryption_key)
+        inside = unwritten(store, document, secrets)
+        target = begin_copy(store, document, secrets, work.dry_run)
         check_encrypted(document, target)
         done = Bundled(target.name)
         there = {info.key: info.size for info in store.list(f"{target.name}/")}

@@ -9,15 +9,7 @@ from pathlib import Path
 
 from tplayout.admin.chains import SMALL_READS, Index, build_index
 from tplayout.admin.local_files import ReadFile
-from tplayout.admin.namespaces import (
-    OpenNamespace,
-    begin_namespace,
-    check_codec_of,
-    check_encrypted,
-    new_document,
-    open_namespace,
-    unwritten,
-)
+from tplayout.admin.namespaces import NO_SECRETS, OpenNamespace, Secrets, begin_namespace
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Parts
 from tplayout.admin.shard_files import ShardHeader, ranks_of, read_shard_header
@@ -25,7 +17,6 @@ from tplayout.admin.shards import ShardSet, ShardWriter, shard_files
 from tplayout.admin.transfer import Tally, read_prefix, store_prefix
 from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import ConfigError, NamespaceMismatch, NotFound, TPLayoutError
-from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
 from tplayout.format.keys import NO_EXTRAS, ROOT, ChunkId, chunk_key
@@ -57,32 +48,6 @@ class Report:
         return not self.skipped and not self.tally.damaged
 
 
-def target_namespace(
-    store: Store,
-    identity: Identity,
-    secret: bytes | None,
-    model: str,
-    dry_run: bool = False,
-    codec: str | None = None,
-    encryption_key: EncryptionKey | None = None,
-) -> OpenNamespace:
-    """The identity's namespace in the store, begun if it is not there; a dry run writes nothing.
-
-    codec, encryption_key: see `begin_namespace`.
-    """
-    if not dry_run:
-        return begin_namespace(store, identity, secret, model, codec, encryption_key)
-    document = new_document(identity, secret, model, codec, encryption_key)
-    try:
-        found = open_namespace(store, identity.namespace, secret, encryption_key)
-    except NotFound:
-        return unwritten(store, document, secret, encryption_key)
-    check_encrypted(document, found)
-    if codec is not None:
-        check_codec_of(found, codec)
-    return found
-
-
 def chain_of_digests(namespace: bytes, tokens: Sequence[int], extras: Sequence[bytes], size: int) -> list[ChunkId]:
     """Full chunks of a prefix whose extras are known as digests only. namespace: 32 bytes; extras: one a chunk."""
     chunks: list[ChunkId] = []
@@ -98,25 +63,21 @@ def import_shards(
     directories: Sequence[Path],
     store: Store,
     identity: Identity | None = None,
-    secret: bytes | None = None,
     model: str = "",
+    secrets: Secrets = NO_SECRETS,
     work: Work = SIMPLY,
-    encryption_key: EncryptionKey | None = None,
 ) -> Report:
     """Per-rank shard sets, one directory a prefix, into a store.
 
-    identity: of the model, where the files do not hold one. encryption_key: of the store. Raises ConfigError if neither
-    is known, and NamespaceMismatch naming the first field in which they differ; as `ShardSet` for files that do not
-    fit.
+    identity: of the model, where the files do not hold one. Raises ConfigError if neither is known, and
+    NamespaceMismatch naming the first field in which they differ; as `ShardSet` for files that do not fit.
     """
     report = Report()
     parts = Parts(work.progress, sum(map(_objects_in, directories)))
     for directory in directories:
         with ShardSet(directory) as shards:
             own = _identity_of(shards, identity)
-            target = target_namespace(
-                store, own, secret, model or shards.header.model, work.dry_run, encryption_key=encryption_key
-            )
+            target = begin_namespace(store, own, model or shards.header.model, secrets, dry_run=work.dry_run)
             tokens = shards.tokens()
             chunks = chain_of_digests(target.digest, tokens, shards.extras(), target.chunk_tokens)
             part = parts.part(len(chunks) * len(own.geometry.groups))

@@ -14,20 +14,19 @@ from tplayout.admin.catalog import RESERVED
 from tplayout.admin.chains import Index, build_index
 from tplayout.admin.convert import Report, path_to
 from tplayout.admin.namespaces import (
+    NO_SECRETS,
     OpenNamespace,
+    Secrets,
     begin_copy,
     check_codec_of,
     check_encrypted,
     check_same_digests,
-    open_namespace,
-    unwritten,
 )
 from tplayout.admin.parallel import in_order
 from tplayout.admin.transfer import Tally
 from tplayout.admin.work import SIMPLY, Work
 from tplayout.cache.codec import begun_codec
 from tplayout.errors import ConfigError, FormatError, NotFound
-from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.keys import namespace_object
 from tplayout.format.layout import CODEC_AES_256_GCM
 from tplayout.storage.base import Store
@@ -91,24 +90,23 @@ def check_apart(source: Store, target: Store) -> None:
 def copy_namespace(
     origin: OpenNamespace,
     target: Store,
-    secret: bytes | None = None,
+    secrets: Secrets = NO_SECRETS,
     keys: Sequence[bytes] | None = None,
     index: Index | None = None,
     work: Work = SIMPLY,
     recheck: bool = False,
     codec: str | None = None,
-    encryption_key: EncryptionKey | None = None,
 ) -> Copied:
     """Copy a namespace, or the prefixes that end with these chunks. namespace.json is written first.
 
     recheck: read and verify what is there already, and replace it if it is damaged; else its size must do.
     index: of the namespace, needed for keys. codec: that the target must have; None for that which it has, or the
-    source's. encryption_key: of the target; None for the source's. Raises NamespaceMismatch if the target stores the
-    namespace with another digest or secret, or another codec than was asked for; ConfigError if it does not encrypt
-    what the source does; StorageError.
+    source's. secrets: of the target; its encryption key may be left out, and is the source's then. Raises
+    NamespaceMismatch if the target stores the namespace with another digest or secret, or another codec than was asked
+    for; ConfigError if it does not encrypt what the source does; StorageError.
     """
     check_same_digests(target, origin.document)
-    opened = _opened(origin, target, secret, work.dry_run, codec, encryption_key or origin.encryption_key)
+    opened = _opened(origin, target, secrets, work.dry_run, codec)
     there = {info.key: info.size for info in target.list(f"{origin.name}/")}
     if keys is None:
         places = [(name.key, name.group_index, info.size) for name, info in origin.objects()]
@@ -154,10 +152,9 @@ def recode(
     origin: OpenNamespace,
     target: Store,
     codec: str,
-    secret: bytes | None = None,
+    secrets: Secrets = NO_SECRETS,
     keys: Sequence[bytes] | None = None,
     work: Work = SIMPLY,
-    encryption_key: EncryptionKey | None = None,
 ) -> Report:
     """Copy a namespace, or some of its prefixes, into a store that keeps it in another codec, or encrypted with another
     key. See `copy_namespace`.
@@ -165,7 +162,7 @@ def recode(
     What lies behind a gap is copied too, unless prefixes are chosen.
     """
     index = build_index(origin)
-    copied = copy_namespace(origin, target, secret, keys, index, work, codec=codec, encryption_key=encryption_key)
+    copied = copy_namespace(origin, target, secrets, keys, index, work, codec=codec)
     damaged = index.reasons() | copied.damaged
     tally = Tally(copied.copied, copied.present, 0, copied.nbytes, damaged)
     prefixes = sum(1 for _ in index.prefixes()) if keys is None else len(keys)
@@ -175,11 +172,10 @@ def recode(
 def move_namespace(
     origin: OpenNamespace,
     target: Store,
-    secret: bytes | None = None,
+    secrets: Secrets = NO_SECRETS,
     keys: Sequence[bytes] | None = None,
     work: Work = SIMPLY,
     codec: str | None = None,
-    encryption_key: EncryptionKey | None = None,
 ) -> Copied:
     """Copy, then delete from the source what is sound at the destination; tails first, namespace.json last.
 
@@ -192,13 +188,12 @@ def move_namespace(
     copied = copy_namespace(
         origin,
         target,
-        secret,
+        secrets,
         keys,
         index,
         work,
         recheck=True,
         codec=codec,
-        encryption_key=encryption_key,
     )
     copied.damaged = index.reasons() | copied.damaged
     depths = index.depths()
@@ -217,29 +212,17 @@ def move_namespace(
     return copied
 
 
-def _opened(
-    origin: OpenNamespace,
-    target: Store,
-    secret: bytes | None,
-    dry_run: bool,
-    codec: str | None,
-    encryption_key: EncryptionKey | None,
-) -> OpenNamespace:
+def _opened(origin: OpenNamespace, target: Store, secrets: Secrets, dry_run: bool, codec: str | None) -> OpenNamespace:
     """The namespace at the target, begun there if it is not; a dry run writes nothing."""
-    own = encryption_key if (codec or origin.codec.name) == CODEC_AES_256_GCM else None
+    secrets = replace(secrets, encryption_key=secrets.encryption_key or origin.encryption_key)
+    own = secrets.encryption_key if (codec or origin.codec.name) == CODEC_AES_256_GCM else None
     facts = replace(
         origin.document.storage,
         codec=begun_codec(codec or origin.codec.name, own),
         encryption_key_id=None if own is None else own.id,
     )
     document = replace(origin.document, storage=facts)
-    if not dry_run:
-        opened = begin_copy(target, document, secret, encryption_key)
-    else:
-        try:
-            opened = open_namespace(target, origin.name, secret, encryption_key)
-        except NotFound:
-            opened = unwritten(target, document, secret, encryption_key)
+    opened = begin_copy(target, document, secrets, dry_run)
     check_encrypted(document, opened)
     if codec is not None:
         check_codec_of(opened, codec)

@@ -35,6 +35,17 @@ _DOCUMENT = re.compile(r"([0-9a-f]{32})/namespace\.json")
 
 
 @dataclass(frozen=True)
+class Secrets:
+    """What keyed digests and encrypted objects need; ignored where nothing needs it. None: there is none."""
+
+    secret: bytes | None = None
+    encryption_key: EncryptionKey | None = None
+
+
+NO_SECRETS = Secrets()
+
+
+@dataclass(frozen=True)
 class OpenNamespace:
     """A namespace and what reads and writes it. digest: 32 bytes, of the identity. encryption_key: None if it is plain.
 
@@ -166,10 +177,8 @@ def names(store: Store) -> list[str]:
     return sorted(match[1] for match in found if match)
 
 
-def open_namespace(
-    store: Store, name: str, secret: bytes | None = None, encryption_key: EncryptionKey | None = None
-) -> OpenNamespace:
-    """The namespace of that name. A secret or key that it does not use is ignored.
+def open_namespace(store: Store, name: str, secrets: Secrets = NO_SECRETS) -> OpenNamespace:
+    """The namespace of that name.
 
     Raises NotFound; FormatError if namespace.json is damaged; ConfigError if it needs a secret or key and has another
     or none, or if what its codec needs is not installed.
@@ -178,17 +187,15 @@ def open_namespace(
         document = read_document(store, name)
     except FormatError as error:
         raise error.at(f"{store.url}: {error.where}") from None
-    return unwritten(store, document, secret, encryption_key)
+    return unwritten(store, document, secrets)
 
 
-def choose_namespace(
-    store: Store, wanted: str | None, secret: bytes | None = None, encryption_key: EncryptionKey | None = None
-) -> OpenNamespace:
+def choose_namespace(store: Store, wanted: str | None, secrets: Secrets = NO_SECRETS) -> OpenNamespace:
     """The namespace whose name starts with `wanted`, or the only one. Raises ConfigError that lists them."""
     there = names(store)
     fitting = [name for name in there if name.startswith(wanted or "")]
     if len(fitting) == 1:
-        return open_namespace(store, fitting[0], secret, encryption_key)
+        return open_namespace(store, fitting[0], secrets)
     if not there:
         raise NotFound(f"{store.url}: no namespace is stored here")
     which = f"{len(fitting)} namespaces start with {wanted!r}" if wanted else f"there are {len(there)} namespaces"
@@ -198,24 +205,24 @@ def choose_namespace(
 def begin_namespace(
     store: Store,
     identity: Identity,
-    secret: bytes | None,
     model: str,
+    secrets: Secrets = NO_SECRETS,
     codec: str | None = None,
-    encryption_key: EncryptionKey | None = None,
+    dry_run: bool = False,
 ) -> OpenNamespace:
     """The identity's namespace, written if it is not there, with keyed digests if there is a secret, encrypted if there
-    is a key.
+    is a key. A dry run writes nothing.
 
     codec: that it must have; None for that which it has, or that which goes with the key. Raises as `open_namespace`,
     and NamespaceMismatch if it is there in another codec, or without keyed digests although there is a secret;
     ConfigError if it is not encrypted although there is a key.
     """
-    document = new_document(identity, secret, model, codec, encryption_key)
-    found = begin_copy(store, document, secret, encryption_key)
+    document = new_document(identity, model, secrets, codec)
+    found = begin_copy(store, document, secrets, dry_run)
     check_encrypted(document, found)
     if codec is not None:
         check_codec_of(found, codec)
-    if secret is not None and found.hasher.key_id is None:
+    if secrets.secret is not None and found.hasher.key_id is None:
         raise NamespaceMismatch("storage.digest", document.storage.digest, found.document.storage.digest)
     return found
 
@@ -235,41 +242,34 @@ def check_codec_of(namespace: OpenNamespace, codec: str) -> None:
         raise NamespaceMismatch("storage.codec", codec, namespace.codec.name)
 
 
-def new_document(
-    identity: Identity,
-    secret: bytes | None,
-    model: str,
-    codec: str | None = None,
-    encryption_key: EncryptionKey | None = None,
-) -> NamespaceDocument:
+def new_document(identity: Identity, model: str, secrets: Secrets, codec: str | None = None) -> NamespaceDocument:
     """What a new namespace of this identity says of itself. Raises ConfigError as `begun_codec`."""
-    hasher = make_hasher(None, secret)
-    key_id = None if encryption_key is None else encryption_key.id
-    facts = StorageFacts(hasher.name, hasher.key_id, begun_codec(codec, encryption_key), key_id)
+    hasher, key = make_hasher(None, secrets.secret), secrets.encryption_key
+    facts = StorageFacts(hasher.name, hasher.key_id, begun_codec(codec, key), None if key is None else key.id)
     return NamespaceDocument(identity, facts, model)
 
 
-def begin_copy(
-    store: Store, document: NamespaceDocument, secret: bytes | None, encryption_key: EncryptionKey | None = None
-) -> OpenNamespace:
-    """The document's namespace, written as it is if nothing is there, else what is there; see `open_namespace`."""
+def begin_copy(store: Store, document: NamespaceDocument, secrets: Secrets, dry_run: bool = False) -> OpenNamespace:
+    """The document's namespace, written as it is if nothing is there, else what is there; see `open_namespace`.
+
+    A dry run writes nothing.
+    """
+    name = document.identity.namespace
     try:
-        return open_namespace(store, document.identity.namespace, secret, encryption_key)
+        return open_namespace(store, name, secrets)
     except NotFound:
-        name = namespace_object(unwritten(store, document, secret, encryption_key).name)
-        store.put(name, document.to_bytes())
-        return open_namespace(
-            store, document.identity.namespace, secret, encryption_key
-        )  # another may have begun it just now
+        begun = unwritten(store, document, secrets)
+        if dry_run:
+            return begun
+        store.put(namespace_object(name), document.to_bytes())
+        return open_namespace(store, name, secrets)  # another may have begun it just now
 
 
-def unwritten(
-    store: Store, document: NamespaceDocument, secret: bytes | None, encryption_key: EncryptionKey | None = None
-) -> OpenNamespace:
+def unwritten(store: Store, document: NamespaceDocument, secrets: Secrets) -> OpenNamespace:
     """A namespace as its document has it, whether it is there or not. Raises ConfigError as `open_namespace`."""
-    used = key_of(document, encryption_key)
+    used = key_of(document, secrets.encryption_key)
     require(document.storage.codec)
-    return OpenNamespace(store, document, hasher_of(document, secret), document.identity.digest(), used)
+    return OpenNamespace(store, document, hasher_of(document, secrets.secret), document.identity.digest(), used)
 
 
 def check_same_digests(store: Store, document: NamespaceDocument) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from tplayout.admin.chains import build_index
-from tplayout.admin.convert import Report, target_namespace
-from tplayout.admin.namespaces import OpenNamespace
+from tplayout.admin.convert import Report
+from tplayout.admin.namespaces import NO_SECRETS, OpenNamespace, Secrets, begin_namespace
 from tplayout.admin.pages import PagedSource, check_statement
 from tplayout.admin.selection import prompt_chunks
 from tplayout.admin.transfer import read_prefix, store_prefix
@@ -21,7 +21,6 @@ from tplayout.admin.transformers_file import TransformersFile, TransformersWrite
 from tplayout.admin.vllm_tier import Rows, Tier, TierWriter, write_config
 from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import ConfigError
-from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.identity import Identity
 from tplayout.format.keys import chain
 from tplayout.storage.base import Store
@@ -34,19 +33,17 @@ def import_prompt(
     store: Store,
     stated: str,
     unchecked: bool = False,
-    secret: bytes | None = None,
     model: str = "",
+    secrets: Secrets = NO_SECRETS,
     work: Work = SIMPLY,
-    encryption_key: EncryptionKey | None = None,
 ) -> Report:
     """Store what a source holds of a prompt. stated: what the user said of the files, for messages.
 
-    unchecked: believe that without looking at the values. encryption_key: of the store. Raises ConfigError if the
-    values do not fit.
+    unchecked: believe that without looking at the values. Raises ConfigError if the values do not fit.
     """
     if not unchecked:
         check_statement(source, tokens, stated)
-    target = target_namespace(store, identity, secret, model, work.dry_run, encryption_key=encryption_key)
+    target = begin_namespace(store, identity, model, secrets, dry_run=work.dry_run)
     chunks = chain(target.digest, list(tokens[: source.tokens]), target.chunk_tokens)
     report = Report(prefixes=1, rest=source.tokens % target.chunk_tokens, namespace=target.name)
     report.tally.add(store_prefix(source, chunks, target, work))
@@ -152,16 +149,13 @@ def import_transformers(
     file: Path,
     store: Store,
     identity: Identity | None = None,
-    secret: bytes | None = None,
     model: str = "",
+    secrets: Secrets = NO_SECRETS,
     work: Work = SIMPLY,
-    encryption_key: EncryptionKey | None = None,
 ) -> Report:
-    """A transformers file into a store. identity: where the file holds none; encryption_key: of the store."""
+    """A transformers file into a store. identity: where the file holds none."""
     with TransformersFile(file, identity) as source:
-        target = target_namespace(
-            store, source.identity, secret, model or source.model, work.dry_run, encryption_key=encryption_key
-        )
+        target = begin_namespace(store, source.identity, model or source.model, secrets, dry_run=work.dry_run)
         chunks = chain(target.digest, source.tokens, target.chunk_tokens)
         report = Report(prefixes=1, rest=len(source.tokens) % target.chunk_tokens, namespace=target.name)
         report.tally.add(store_prefix(source, chunks, target, work))

@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tplayout.admin.chains import build_index
-from tplayout.admin.convert import Report, chain_of_digests, chunks_of, path_to, skip_gaps, target_namespace
-from tplayout.admin.namespaces import OpenNamespace
+from tplayout.admin.convert import Report, chain_of_digests, chunks_of, path_to, skip_gaps
+from tplayout.admin.namespaces import NO_SECRETS, OpenNamespace, Secrets, begin_namespace
 from tplayout.admin.progress import Parts
 from tplayout.admin.transfer import Bits, cells_of, store_prefix
 from tplayout.admin.values import Converter, Losses, converted_group, converter, is_lossless
 from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import ConfigError, FormatError, GeometryError, NotFound
-from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
 from tplayout.format.keys import NO_EXTRAS, ChunkId, namespace_object
@@ -59,18 +58,17 @@ def rechunk(
     store: Store,
     identity: Identity,
     lossy: bool = False,
-    secret: bytes | None = None,
+    secrets: Secrets = NO_SECRETS,
     keys: Sequence[bytes] | None = None,
     work: Work = SIMPLY,
     codec: str | None = None,
-    encryption_key: EncryptionKey | None = None,
 ) -> Rechunked:
     """The prefixes of a namespace as chunks of `identity`, see `changed_identity`. A job holds two chunks.
 
     lossy: whether precision may be lost; what it cost is measured and reported. keys: last chunks of the prefixes, None
-    for all. codec: that the target must have; None for that which it has, or the source's. encryption_key: of the
-    target, None for the source's. Raises ConfigError if precision would be lost and may not, or if the target is there
-    and not encrypted; NamespaceMismatch if it is there in another codec.
+    for all. codec: that the target must have; None for that which it has, or the source's. secrets: of the target; its
+    encryption key may be left out, and is the source's then. Raises ConfigError if precision would be lost and may not,
+    or if the target is there and not encrypted; NamespaceMismatch if it is there in another codec.
     """
     pairs = list(zip(origin.identity.geometry.groups, identity.geometry.groups, strict=True))
     for old, new in pairs:
@@ -79,9 +77,10 @@ def rechunk(
                 f"group {old.name!r}: {old.dtype} to {new.dtype} loses precision: add --lossy to allow it, and the "
                 "error is measured"
             )
-    used = encryption_key or origin.encryption_key if codec in (None, CODEC_AES_256_GCM) else None
+    used = secrets.encryption_key or origin.encryption_key if codec in (None, CODEC_AES_256_GCM) else None
     begun = codec or (None if used is not None or _exists(store, identity) else origin.codec.name)
-    target = target_namespace(store, identity, secret, origin.document.model, work.dry_run, begun, used)
+    own = replace(secrets, encryption_key=used)
+    target = begin_namespace(store, identity, origin.document.model, own, begun, work.dry_run)
     report = Rechunked(namespace=target.name)
     converters = [converter(old, new) for old, new in pairs]
     report.losses = {

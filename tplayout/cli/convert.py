@@ -34,12 +34,13 @@ from tplayout.cli.sides import (
     destination_key_option,
     destination_options,
     is_local,
-    key_of_destination,
     local_path,
     memory_jobs_option,
     namespace_option,
     open_destination,
     open_source,
+    secrets_of_destination,
+    secrets_of_source,
     selection_options,
 )
 from tplayout.errors import ConfigError
@@ -166,8 +167,7 @@ def _from_shards(sets: Sequence[Path], source: str, destination: str, options: d
     ) as store:
         identity = _identity(options, sets)
         model = options["model"].resolve().name if options["model"] else ""
-        secret, key = options["secret"], key_of_destination(options)
-        return import_shards(sets, store, identity, secret, model, work, key)
+        return import_shards(sets, store, identity, model, secrets_of_destination(options), work)
 
 
 def _identity(options: dict[str, Any], sets: Sequence[Path]) -> Identity | None:
@@ -198,7 +198,7 @@ def _to_shards(source: str, destination: str, options: dict[str, Any], work: Wor
         raise ConfigError(f"DST {destination}: per-rank shards are written to a local directory")
     prompts = [read_token_file(path) for path in options["token_files"]]
     with open_source(source, options["storage_options"], options["timeout"], destination) as store:
-        origin = choose_namespace(store, options["namespace"], options["secret"], options["encryption_key"])
+        origin = choose_namespace(store, options["namespace"], secrets_of_source(options))
         stages = stages_of(origin.identity.geometry, options["pp"], _partition(options["pp_partition"]))
         keys = None
         if options["prefixes"] or prompts:
@@ -220,19 +220,18 @@ def _to_store(source: str, destination: str, options: dict[str, Any], work: Work
         open_source(source, given, timeout, destination) as store,
         open_destination(destination, given, own, timeout, source) as target,
     ):
-        origin = choose_namespace(store, options["namespace"], options["secret"], options["encryption_key"])
+        origin = choose_namespace(store, options["namespace"], secrets_of_source(options))
         identity = changed_identity(origin.identity, options["chunk_tokens"], options["dtype"])
         keys = None
         if options["prefixes"] or prompts:
             keys = selected(build_index(origin), options["prefixes"], prompts, options["salt"])
-        rest = (options["secret"], keys, work)
-        codec, key = options["codec"], key_of_destination(options)
+        codec, secrets = options["codec"], secrets_of_destination(options)
         if codec not in (None, CODEC_AES_256_GCM):
             _refuse(options, f"--codec {codec}, which does not encrypt", "dst_encryption_key")
         if options["chunk_tokens"] is None and options["dtype"] is None:
             _refuse(options, "--codec alone", "lossy")
-            return recode(origin, target, codec, *rest, encryption_key=key)
-        return rechunk(origin, target, identity, options["lossy"], *rest, codec=codec, encryption_key=key)
+            return recode(origin, target, codec, secrets, keys, work)
+        return rechunk(origin, target, identity, options["lossy"], secrets, keys, work, codec)
 
 
 def _partition(text: str | None) -> list[int] | None:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tplayout.admin.work import Work
-from tplayout.cli.sides import is_local, key_of_destination, local_path, open_destination, open_source
+from tplayout.cli.sides import (
+    is_local,
+    local_path,
+    open_destination,
+    open_source,
+    secrets_of_destination,
+    secrets_of_source,
+)
 from tplayout.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -112,10 +119,9 @@ def convert_peer(
             store,
             stated,
             options["unchecked"],
-            options["secret"],
             model,
+            secrets_of_destination(options),
             work,
-            key_of_destination(options),
         )
     return (kind, "store"), report
 
@@ -130,7 +136,7 @@ def convert_to_tier(source: str, destination: str, options: dict[str, Any], work
     tokens = _prompt(options)
     tier = replace(open_tier(options["engine_config"]), root=_directory(destination))
     with open_source(source, options["storage_options"], options["timeout"], destination) as store:
-        origin = choose_namespace(store, options["namespace"], options["secret"], options["encryption_key"])
+        origin = choose_namespace(store, options["namespace"], secrets_of_source(options))
         group = only_group(origin.identity.geometry)
         rows = rows_of(tier, group, options["engine_tp"], options["page_order"])
         hashes = tier.hashes(tokens, options["hash_algo"], options["hash_seed"])
@@ -146,7 +152,7 @@ def convert_to_transformers(source: str, destination: str, options: dict[str, An
     if not is_local(destination):
         raise ConfigError(f"DST {destination}: a file for transformers is a local one")
     with open_source(source, options["storage_options"], options["timeout"], destination) as store:
-        origin = choose_namespace(store, options["namespace"], options["secret"], options["encryption_key"])
+        origin = choose_namespace(store, options["namespace"], secrets_of_source(options))
         file = local_path(destination)
         return store_to_transformers(origin, tokens, file, work)
 
@@ -164,10 +170,9 @@ def convert_transformers(source: str, destination: str, options: dict[str, Any],
             local_path(source),
             store,
             identity,
-            options["secret"],
             model,
+            secrets_of_destination(options),
             work,
-            key_of_destination(options),
         )
 
 

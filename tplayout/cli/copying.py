@@ -28,6 +28,8 @@ from tplayout.cli.sides import (
     namespace_option,
     open_destination,
     open_source,
+    secrets_of_destination,
+    secrets_of_source,
     selection_options,
 )
 from tplayout.errors import FormatError, NotFound
@@ -35,8 +37,7 @@ from tplayout.format.layout import CODEC_AES_256_GCM
 
 if TYPE_CHECKING:
     from tplayout.admin.copy import Copied
-    from tplayout.admin.namespaces import OpenNamespace
-    from tplayout.format.encrypted import EncryptionKey
+    from tplayout.admin.namespaces import OpenNamespace, Secrets
     from tplayout.storage.base import Store
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -98,14 +99,15 @@ def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> d
     from tplayout.admin.work import Work
 
     check_not_nested(origin, target)
-    secret, key, own = (options[name] for name in ("secret", "encryption_key", "dst_encryption_key"))
-    codec = None if own is None else CODEC_AES_256_GCM  # else DST keeps what it has, and a new one what SRC has
+    source, own = secrets_of_source(options), secrets_of_destination(options)
+    # Without a key of its own DST keeps the codec that it has, and a new one that of SRC.
+    codec = None if options["dst_encryption_key"] is None else CODEC_AES_256_GCM
     prompts = [read_token_file(path) for path in options["token_files"]]
     reports: dict[str, Copied] = {}
     if options["namespace"] or options["prefixes"] or prompts:
-        chosen = [choose_namespace(origin, options["namespace"], secret, key)]
+        chosen = [choose_namespace(origin, options["namespace"], source)]
     else:
-        chosen = _sound_namespaces(origin, secret, key, reports)
+        chosen = _sound_namespaces(origin, source, reports)
     if not chosen and not reports:
         raise NotFound(f"{origin.url}: no namespace is stored here")
     with progress("moving" if move else "copying") as whole:
@@ -117,17 +119,15 @@ def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> d
                 index = build_index(namespace)
                 keys = selected(index, options["prefixes"], prompts, options["salt"])
             if move:
-                report = move_namespace(namespace, target, secret, keys, work, codec, own or key)
+                report = move_namespace(namespace, target, own, keys, work, codec)
             else:
                 again = options["recheck"]
-                report = copy_namespace(namespace, target, secret, keys, index, work, again, codec, own or key)
+                report = copy_namespace(namespace, target, own, keys, index, work, again, codec)
             reports[namespace.name] = report
     return reports
 
 
-def _sound_namespaces(
-    origin: Store, secret: bytes | None, key: EncryptionKey | None, reports: dict[str, Copied]
-) -> list[OpenNamespace]:
+def _sound_namespaces(origin: Store, secrets: Secrets, reports: dict[str, Copied]) -> list[OpenNamespace]:
     """The namespaces of a whole store. One whose document is damaged is reported so, and keeps no other back."""
     from tplayout.admin.copy import Copied
     from tplayout.admin.namespaces import names, open_namespace
@@ -136,7 +136,7 @@ def _sound_namespaces(
     found = []
     for name in names(origin):
         try:
-            found.append(open_namespace(origin, name, secret, key))
+            found.append(open_namespace(origin, name, secrets))
         except NotFound:  # moved or deleted since it was listed
             continue
         except FormatError as error:

@@ -20,7 +20,7 @@ from tplayout.cli.common import (
     size,
     store_options,
 )
-from tplayout.cli.sides import memory_jobs_option, namespace_option, selection_options
+from tplayout.cli.sides import memory_jobs_option, namespace_option, secrets_of_source, selection_options
 
 if TYPE_CHECKING:
     from tplayout.admin.bundle import Bundled
@@ -63,7 +63,7 @@ def command(url: str, file: Path, as_json: bool, **options: Any) -> int:
         open_store(url, options["storage_options"], options["timeout"], must_exist=True) as store,
         progress("exporting") as tick,
     ):
-        origin = choose_namespace(store, options["namespace"], options["secret"], options["encryption_key"])
+        origin = choose_namespace(store, options["namespace"], secrets_of_source(options))
         index = build_index(origin)
         keys = selected(index, options["prefixes"], prompts, options["salt"])
         done = export_prefixes(index, keys, file, Work(options["jobs"], tick, options["dry_run"]))

@@ -22,6 +22,7 @@ from tplayout.cli.common import (
     size,
     store_options,
 )
+from tplayout.cli.sides import secrets_of_source
 
 EPILOG = """\b
 JSON: {"namespace", "objects", "present", "bytes", "damaged": {object: reason}, "dry_run"}
@@ -46,9 +47,8 @@ def command(file: Path, url: str, as_json: bool, **options: Any) -> int:
     from tplayout.admin.work import Work
 
     with open_store(url, options["storage_options"], options["timeout"]) as store, progress("importing") as tick:
-        secret, key = options["secret"], options["encryption_key"]
         work = Work(options["jobs"], tick, options["dry_run"])
-        done = import_bundle(file, store, secret, work, key)
+        done = import_bundle(file, store, secrets_of_source(options), work)
     if as_json:
         emit_json(
             {
