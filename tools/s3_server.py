@@ -7,7 +7,7 @@ context manager:
     with S3Server() as server:
         open_store(server.url, server.storage_options)
 
-It never listens on anything but 127.0.0.1, its keys are random, and they reach rclone through the
+It never listens on anything but 127.0.0.1, its keys are random unless given, and they reach rclone through the
 environment, so that they are not seen in a process listing.
 """
 
@@ -36,13 +36,13 @@ STOP_TIMEOUT_S = 5.0
 
 
 class S3Account:
-    """Where a server on loopback is, and the keys of its only user, which are random."""
+    """Where a server on loopback is, and the keys of its only user: random ones unless given."""
 
-    def __init__(self, bucket: str, port: int = 0) -> None:
+    def __init__(self, bucket: str, port: int = 0, key: str | None = None, secret: str | None = None) -> None:
         self.bucket = bucket
         self.port = port or free_port()
-        self.key = "key" + secrets.token_hex(8)
-        self.secret = secrets.token_hex(20)
+        self.key = key or "key" + secrets.token_hex(8)
+        self.secret = secret or secrets.token_hex(20)
 
     @property
     def url(self) -> str:
@@ -70,8 +70,10 @@ class S3Server(S3Account):
         *,
         bucket: str = "tplayout",
         port: int = 0,
+        key: str | None = None,
+        secret: str | None = None,
     ) -> None:
-        super().__init__(bucket, port)
+        super().__init__(bucket, port, key, secret)
         self._owns_directory = directory is None
         self.directory = Path(tempfile.mkdtemp(prefix="tplayout-s3-") if directory is None else directory).resolve()
         self._cache = Path(tempfile.mkdtemp(prefix="tplayout-s3-cache-"))
