@@ -66,7 +66,7 @@ ALL_OF_IT = Amounts(
     shapes=(((1, 32), (2, 64)), ((1, 32), (2, 64), (1, 128), (2, 32))),
 )
 QUICK = Amounts(
-    prompts=12,
+    prompts=36,
     at_cache=300,
     on_files=30,
     behind_proxy=0,

@@ -26,6 +26,8 @@ from tools.faulty_files import FaultyFiles, spread
 from tplayout.admin.prune import Limits, carry_out, plan
 from tplayout.admin.verify import verify_store
 from tplayout.errors import TPLayoutError
+from tplayout.format.chunk import chunk_layout
+from tplayout.format.identity import parse_namespace_document
 from tplayout.storage import open_store
 
 MODEL = "llama"
@@ -39,6 +41,7 @@ SLOWEST_S = 60.0  # a request that takes longer hangs; two cores and four engine
 IO_PROCESS = "tplayout.staging.io_process"
 ENDED_S = 30.0  # drain time of an I/O process, and one store operation beyond it
 _THREADS = 3
+RATE = 0.04  # of a store's calls: with more the server leaves the store alone most of the time
 
 
 @dataclass
@@ -90,7 +93,7 @@ def engine_args(tp: int, url: str = "", block_size: int = 32, **options: Any) ->
         extra = {
             "url": url,
             "chunk_tokens": CHUNK_TOKENS,
-            "staging_bytes": "16 MiB",
+            "staging_bytes": "8 MiB",
             "load_deadline_ms": int(1000 * LOAD_DEADLINE_S),
             "store_timeout_ms": int(1000 * STORE_TIMEOUT_S),
             "never_slower": False,  # so small a model computes faster than a disk reads
@@ -186,7 +189,7 @@ def on_faulty_files(ground: Ground, tp: int, least: int, seconds: float, kills: 
         Traffic(ground, "faulty files", running),
     ):
         time.sleep(3)  # something is stored
-        faults.inject(spread(0.1), ground.chance.randrange(2**31))
+        faults.inject(spread(RATE), ground.chance.randrange(2**31))
         until(lambda: faults.injected().total(), least, seconds)
         faults.stop()
         killed = kill_io_processes(ground, running, kills)
@@ -210,13 +213,15 @@ def behind_a_flaky_proxy(ground: Ground, tp: int, least: int, seconds: float, aw
 
     away_s: how long it is gone.
     """
-    with S3Server(ground.path("s3")) as server, Proxy(server.port, ground.chance.randrange(2**31)) as proxy:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(S3Server(ground.path("s3")))
+        proxy = stack.enter_context(Proxy(server.port, ground.chance.randrange(2**31)))
         options = {**server.storage_options, "endpoint_url": f"http://127.0.0.1:{proxy.port}"}
         args = engine_args(tp, server.url, storage_options=options)
         log = ground.path("proxy.log")
         with engine(args, log, orderly=True) as running, Traffic(ground, "flaky proxy", running):
             time.sleep(3)
-            proxy.rate = 0.1
+            proxy.rate = RATE
             until(lambda: proxy.injected.total(), least, seconds)
             proxy.rate = 0.0
             for stop in (proxy.hang, proxy.refuse):
@@ -226,7 +231,8 @@ def behind_a_flaky_proxy(ground: Ground, tp: int, least: int, seconds: float, aw
                 time.sleep(2)
             server.stop()
             time.sleep(away_s)
-            server.start()
+            again = S3Server(server.directory, port=server.port, key=server.key, secret=server.secret)
+            stack.enter_context(again)
             time.sleep(3)
         check_store(ground, server.directory / server.bucket / "kv")
         check_remains(ground, running)
@@ -351,14 +357,17 @@ def planted_bug(ground: Ground) -> None:
                 output = running.generate(tokens, ANSWER_TOKENS)
                 ground.log.add(Entry("planted bug", "tp1", name, _answer(output), cached=output.cached))
             time.sleep(3)  # all is stored
-            for file in root.rglob("*.safetensors"):
-                _negate_a_cell(file)
+            _negate_a_cell(root)
             running.call("reset_prefix_cache", connector=True)
 
 
-def _negate_a_cell(file: Path) -> None:
-    """Change the sign of every element of an object's last cell, which is float32."""
-    data = bytearray(file.read_bytes())
-    count = 4 * CHUNK_TOKENS
-    data[-1 : -4 * count : -4] = bytes(byte ^ 0x80 for byte in data[-1 : -4 * count : -4])
-    file.write_bytes(data)
+def _negate_a_cell(root: Path) -> None:
+    """Change the sign of every element of the first cell of every object: layer 0 of head 0, in float32."""
+    (document,) = root.glob("*/namespace.json")
+    stored = parse_namespace_document(document.read_bytes(), document.parent.name)
+    span = chunk_layout(stored.identity.geometry, 0, stored.storage.digest, None).cell_range(0, 0)
+    signs = slice(span.start + 3, span.stop, 4)
+    for file in root.rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[signs] = bytes(byte ^ 0x80 for byte in data[signs])
+        file.write_bytes(data)
