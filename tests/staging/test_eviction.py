@@ -15,6 +15,7 @@ import pytest
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
 from tplayout.format.keys import chain, namespace_object
+from tplayout.staging.stager import Stager
 from tplayout.storage.base import temporary_name
 from tplayout.storage.capped import ACCOUNT, DIRECTORY
 from tplayout.storage.url import open_store
@@ -174,6 +175,31 @@ def test_what_dead_writers_left_an_hour_ago_goes_before_any_chunk(world, size):
     assert stored(world, chunks) == [True, True, False]
     assert (old.exists(), young.exists()) == (False, True)
     assert stager.counters()["evictions"] == 0
+
+
+SLOW = """
+import time
+from tplayout.staging import eviction, io_process
+io_process._STUCK_S, real = 0.1, eviction.read_id
+eviction.read_id = lambda *args: time.sleep(0.1) or real(*args)
+io_process.main()
+"""
+
+
+def test_making_room_may_take_longer_than_any_operation_of_the_store(world, size):
+    before = world.stager(slots=40)
+    for seed in range(30):
+        world.save(before, world.chunks(1, seed))
+    plan = world.plan(max_bytes=30 * size, timeout_s=0.3)
+    stager = Stager(plan, command=[sys.executable, "-P", "-c", SLOW])
+    try:
+        chunks = world.chunks(1, seed=30)
+        world.save(stager, chunks)
+        assert stored(world, chunks) == [True]
+        assert stager.counters()["save_seconds"] > 2.0 > 4 * plan.timeout_s + 0.1
+        assert stager.counters()["io_restarts"] == 0
+    finally:
+        stager.close()
 
 
 @pytest.fixture

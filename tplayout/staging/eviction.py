@@ -6,6 +6,7 @@ others wait for it and find what it has left.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -47,6 +48,7 @@ class Evictor:
         self._own = own
         self._lock = threading.Lock()
         self._count = 0
+        self.alive_at = -math.inf  # when it last got on, by time.monotonic: all together may take long
         self._parents: dict[str, bytes] = {}  # by object name: an object never says anything else
 
     def make_room(self, nbytes: int, key: bytes = b"", parent: bytes = ROOT) -> bool:
@@ -59,6 +61,7 @@ class Evictor:
         with self._store.evicting():
             if self._store.room() >= nbytes:
                 return True
+            self.alive_at = time.monotonic()
             begun = self._look_at_temporaries()
             short = nbytes - self._store.room()
             chunks = self._chunks({key, parent})
@@ -69,6 +72,7 @@ class Evictor:
             for start in range(0, len(going), _BATCH):
                 batch = going[start : start + _BATCH]
                 self._store.delete([name for chunk in batch for name in chunk.names])
+                self.alive_at = time.monotonic()
                 with self._lock:
                     self._count += len(batch)
             return sum(chunk.nbytes for chunk in going) >= short
@@ -100,6 +104,7 @@ class Evictor:
                 continue
             chunk = spaces.setdefault(name.namespace, {}).setdefault(name.key, Chunk(name.key))
             chunk.add(info.key, info.size, info.used or 0.0, info.modified or 0.0)
+            self.alive_at = time.monotonic()
         known = self._parents
         self._parents = {}
         judged: list[Chunk] = []
@@ -108,6 +113,7 @@ class Evictor:
                 continue
             for chunk in chunks.values():
                 chunk.parent = self._parent(opened, chunk, known)
+                self.alive_at = time.monotonic()
                 chunk.stays = space == self._own.name and chunk.key in keep
             link(list(chunks.values()))
             judged += chunks.values()

@@ -184,6 +184,6 @@ class CappedStore(LocalStore):
             if not deadline.left():
                 raise StorageTimeout(
                     f"put {key!r} on {self.url}: another process keeps it locked for {seconds:g} s; "
-                    "look for one that is stopped"
+                    + ("it takes long to make room" if key == EVICTING else "look for one that is stopped")
                 )
             time.sleep(random.uniform(0.0005, 0.004))
