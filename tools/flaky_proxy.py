@@ -3,6 +3,7 @@
     with Proxy(server.port, seed=1) as proxy:       # forwards proxy.port to 127.0.0.1:server.port
         proxy.rate = 0.2                            # a fifth of the requests meet a fault
         proxy.hang() / proxy.refuse() / proxy.pass_()
+        proxy.bytes_per_s = 1e6                     # all responses together; None: as fast as it goes
         proxy.injected[Wire.DRIP]                   # how often that happened
 
 Requests and responses are held in memory, whole: it is for objects of some MiB.
@@ -27,6 +28,7 @@ import h11
 _DRIP_BYTES_S = 10
 _PATIENCE_S = 120.0  # with a client that waits for what never comes
 _RECEIVE = 65536
+_PIECE = 65536
 
 
 class Wire(StrEnum):
@@ -65,11 +67,13 @@ class Proxy:
         """Nobody listens before `pass_`."""
         self.target = target
         self.rate = 0.0
+        self.bytes_per_s: float | None = None
         self.faults = tuple(faults)
         self.injected: Counter[Wire] = Counter()
         self.requests = 0
         self._random = random.Random(seed)
         self._lock = threading.Lock()
+        self._narrow = threading.Lock()
         self._flow = threading.Event()
         self._flow.set()
         self._open: set[socket.socket] = set()
@@ -160,8 +164,16 @@ class Proxy:
         if fault in _FORWARDED:
             _break_off(client, data, fault)
             return False
-        client.sendall(data)
+        self._send(client, data)
         return bool(ours.our_state is h11.DONE and theirs.their_state is h11.DONE)
+
+    def _send(self, client: socket.socket, data: bytes) -> None:
+        for start in range(0, len(data), _PIECE):
+            piece = data[start : start + _PIECE]
+            if self.bytes_per_s is not None:
+                with self._narrow:  # one line for all
+                    time.sleep(len(piece) / self.bytes_per_s)
+            client.sendall(piece)
 
     def _fault(self) -> Wire | None:
         with self._lock:

@@ -343,6 +343,28 @@ def test_a_store_that_was_slow_is_not_waited_for_but_when_it_is_worth_it(world):
     assert world.finish(stager, "third").ready == 2
 
 
+def test_a_store_that_is_fast_again_is_found_out(world):
+    """Nobody waits for it, but each lookup loads one chunk all the same."""
+    stager = world.faulty_stager(load_deadline_s=30.0, load_threads=1, slots=64)
+    chains = [world.chunks(2, seed) for seed in range(30)]
+    for chunks in chains:
+        world.save(stager, chunks)
+    stager.reset()
+    world.fail(get_into={"delay": 0.3})
+    stager.start_lookup("slow", chains[0])
+    world.finish(stager, "slow")
+    world.fail()
+    for number, chunks in enumerate(chains[1:], 1):
+        stager.start_lookup(f"r{number}", chunks)
+        while not (state := stager.lookup(f"r{number}", worth=0.1)).done:
+            stager.wait(0.01)
+        world.settle(stager)
+        if state.ready == 2:
+            break
+    assert state.ready == 2
+    assert number > 2
+
+
 def test_lookups_take_turns(world):
     stager = world.faulty_stager(slots=32, loads_in_flight=1, load_deadline_s=30.0)
     ours, theirs = world.chunks(8), world.chunks(2, seed=1)

@@ -28,7 +28,8 @@ def test_a_narrow_store_takes_the_longer_the_more_is_loaded():
 
 def test_a_store_far_away_serves_many_in_the_time_of_one():
     speed = learnt(lambda k: 0.1, (1, 3, 8))
-    assert speed.seconds(1) == speed.seconds(8) == pytest.approx(0.1)
+    assert speed.seconds(1) == pytest.approx(0.1)
+    assert speed.seconds(8) == pytest.approx(0.1)
     assert speed.seconds(32) == pytest.approx(0.4)
 
 
@@ -54,7 +55,7 @@ def test_a_load_that_does_not_end_counts_only_if_it_takes_longer_than_expected()
     speed.late(0.5, 4)
     assert speed.seconds(4) == pytest.approx(1.0)
     speed.late(11.0, 4)
-    assert speed.seconds(4) == pytest.approx(2.0)
+    assert speed.seconds(4) == pytest.approx(3.0)
 
 
 def test_noise_never_gives_a_negative_time():

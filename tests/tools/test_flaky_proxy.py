@@ -6,6 +6,7 @@ import http.client
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,15 @@ def status(proxy: Proxy) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=10)
     connection.request("GET", "/")
     return connection.getresponse().status
+
+
+def test_a_narrow_line_is_shared_by_all(proxy: Proxy, server: S3Server) -> None:
+    with store_behind(proxy, server, 20) as store, ThreadPoolExecutor(4) as pool:
+        store.put("narrow/a", DATA)
+        proxy.bytes_per_s = 4 * len(DATA) / 2  # four of them take two seconds
+        start = time.monotonic()
+        assert list(pool.map(store.get, ["narrow/a"] * 4)) == [DATA] * 4
+        assert 1.8 < time.monotonic() - start < 15
 
 
 def test_hanging_and_refusing_until_it_passes_again(proxy: Proxy, server: S3Server) -> None:

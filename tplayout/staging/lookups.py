@@ -295,15 +295,20 @@ class Lookups:
             self._loads.unanswered(lookup.deadline - self._pool.plan.load_deadline_s)
         self._want_no_more(lookup)
         self._open.pop(lookup.name, None)
-        self._unstage(lookup, lookup.ready)
+        self._unstage(lookup, lookup.ready, keep=1 if why == TOO_SLOW else 0)
         self._unseen.add(lookup.name)
 
-    def _unstage(self, lookup: _Lookup, index: int) -> None:
-        """Let go of the chunks from `index` on."""
-        for slot in reversed(lookup.staged[index:]):
+    def _unstage(self, lookup: _Lookup, index: int, keep: int = 0) -> None:
+        """Let go of the chunks from `index` on. keep: of their loads, the first so many go on though nobody waits.
+
+        A store that is too slow is asked for one chunk all the same: else nobody would know when it is faster again.
+        """
+        for position in range(len(lookup.staged) - 1, index - 1, -1):
+            slot = lookup.staged[position]
             self._watchers[slot].pop(lookup.name, None)
             self._pool.table.unpin(slot)
-            self._loads.drop_if_unwanted(slot)
+            if position >= index + keep:
+                self._loads.drop_if_unwanted(slot)
         del lookup.staged[index:]
         if not lookup.staged:
             self._holders.pop(lookup.name, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_WEIGHT = 0.1  # of the latest load, in running means
+_WEIGHT = 0.2  # of the latest load, in running means: a store that is fast again is known as such after some ten loads
 _ENOUGH = 1e-3  # relative spread of parallelism from which on a slope means something
 
 
