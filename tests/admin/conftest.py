@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.support.shapes import Shapes
-from tplayout.admin.namespaces import OpenNamespace, Secrets, begin_namespace
+from tplayout.admin.catalog import Secrets
+from tplayout.admin.namespaces import OpenNamespace, begin_namespace
 from tplayout.admin.transfer import store_prefix
 from tplayout.format.identity import Identity
 from tplayout.format.keys import Extras, chain

@@ -8,8 +8,9 @@ import tarfile
 import pytest
 
 from tplayout.admin.bundle import export_prefixes, import_bundle
+from tplayout.admin.catalog import Secrets
 from tplayout.admin.chains import build_index
-from tplayout.admin.namespaces import Secrets, begin_namespace, open_namespace
+from tplayout.admin.namespaces import begin_namespace, open_namespace
 from tplayout.admin.work import Work
 from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, NotFound, Reason, Unavailable
 from tplayout.format.keys import object_name

@@ -2,9 +2,10 @@
 
 import pytest
 
+from tplayout.admin.catalog import Secrets
 from tplayout.admin.chains import Chunk, Index, build_index
 from tplayout.admin.copy import check_apart, copy_namespace, move_namespace, only_of, recode
-from tplayout.admin.namespaces import Secrets, begin_namespace, open_namespace
+from tplayout.admin.namespaces import begin_namespace, open_namespace
 from tplayout.admin.work import Work
 from tplayout.errors import ConfigError, NamespaceMismatch, StorageTimeout
 from tplayout.format.geometry import Part

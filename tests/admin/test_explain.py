@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.support.filled_store import fill, flip, group, identity, layout_of_group, name_of, rewrite
+from tplayout.admin.catalog import Secrets
 from tplayout.admin.causes import Why, identity_causes
 from tplayout.admin.explain import Explanation, Prompt, explain
 from tplayout.admin.wanted import Wanted, tokens_of_text, wanted_identity
@@ -202,13 +203,13 @@ def test_a_missing_window(store):
 def test_another_secret(store):
     secret = b"0123456789abcdef"
     fill(Cache.open(store, identity(), secret=secret), TOKENS)
-    assert ask(store, secret=secret).is_hit
+    assert ask(store, secrets=Secrets(secret)).is_hit
     for wrong in (None, secret * 2):
-        answer = ask(store, secret=wrong)
+        answer = ask(store, secrets=Secrets(wrong))
         assert (reasons(answer), answer.hit_chunks) == ([Why.SECRET], 0)
     unkeyed = other(weights="files:ff")
     fill(Cache.open(store, unkeyed), TOKENS)
-    assert reasons(ask(store, own=unkeyed, secret=secret)) == [Why.SECRET]
+    assert reasons(ask(store, own=unkeyed, secrets=Secrets(secret))) == [Why.SECRET]
 
 
 def test_a_namespace_that_cannot_be_read(store):

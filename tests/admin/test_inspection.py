@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tests.support.filled_store import fill, flip, group, identity, layout_of_group, name_of, rewrite
-from tplayout.admin.catalog import QUARANTINE
+from tplayout.admin.catalog import QUARANTINE, Secrets
 from tplayout.admin.heatmap import colour, draw
 from tplayout.admin.inspection import Opened, cells, find, norms, read, statistics
 from tplayout.cache import Cache
@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> Store:
 
 def opened(store: Store, chunk: str, secret: bytes | None = None, **options: str) -> Opened:
     space, stored, siblings = find(store, chunk, **options)
-    return read(store, space, stored, secret, siblings)
+    return read(store, space, stored, Secrets(secret), siblings)
 
 
 def test_a_chunk_is_found_by_the_beginning_of_its_key_or_by_its_name(store):

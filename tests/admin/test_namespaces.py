@@ -2,7 +2,8 @@
 
 import pytest
 
-from tplayout.admin.namespaces import Secrets, begin_namespace, choose_namespace, names, open_namespace
+from tplayout.admin.catalog import Secrets
+from tplayout.admin.namespaces import begin_namespace, choose_namespace, names, open_namespace
 from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, NotFound, Reason
 from tplayout.format.identity import MAX_DOCUMENT_BYTES
 from tplayout.format.keys import namespace_object
@@ -36,6 +37,10 @@ def test_secrets(kit, store):
         with pytest.raises(NamespaceMismatch, match="digest"):  # who gives a secret expects authentication
             begin_namespace(store, plain.identity, "", Secrets(SECRET), dry_run=dry_run)
     assert begin_namespace(store, keyed.identity, "", Secrets(SECRET)).name == keyed.name
+
+
+def test_secrets_show_in_no_text():
+    assert "sixteen" not in repr(Secrets(b"sixteen bytes or more"))
 
 
 def test_a_dry_run_begins_nothing(kit, make_store):

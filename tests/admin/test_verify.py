@@ -19,6 +19,7 @@ from tests.support.filled_store import (
     rewrite,
     swap,
 )
+from tplayout.admin.catalog import Secrets
 from tplayout.admin.check import Kind
 from tplayout.admin.quarantine import ON_REQUEST, plan, quarantine
 from tplayout.admin.verify import Report, verify_store
@@ -319,9 +320,9 @@ def test_keyed_namespaces_need_the_secret(store):
     with pytest.raises(ConfigError, match="--secret-key-file"):
         verify_store(store)
     with pytest.raises(ConfigError, match="--secret-key-file"):
-        verify_store(store, secret=secret * 2)
+        verify_store(store, secrets=Secrets(secret * 2))
     assert verify_store(store, deep=False).findings == []
-    assert verify_store(store, secret=secret).findings == []
+    assert verify_store(store, secrets=Secrets(secret)).findings == []
 
 
 def test_with_a_secret_what_was_written_without_one_is_not_sound(store):
@@ -331,14 +332,14 @@ def test_with_a_secret_what_was_written_without_one_is_not_sound(store):
     fill(keyed, range(8))
     plain = Cache.open(store, identity())
     fill(plain, range(8))
-    (found,) = verify_store(store, secret=secret).damage
+    (found,) = verify_store(store, secrets=Secrets(secret)).damage
     assert (found.kind, found.reason, found.name) == (
         Kind.DAMAGED,
         Reason.WRONG_SECRET,
         f"{plain.namespace}/namespace.json",
     )
     assert "2 objects may be forged" in found.detail
-    assert verify_store(store, secret=secret, namespace=keyed.namespace).damage == []
+    assert verify_store(store, secrets=Secrets(secret), namespace=keyed.namespace).damage == []
 
 
 def test_the_rate_is_limited(store):

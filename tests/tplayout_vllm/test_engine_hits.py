@@ -10,8 +10,9 @@ import pytest
 from sim_model import SimModel
 from sim_store import Sim
 
+from tplayout.admin.catalog import Secrets
 from tplayout.admin.copy import recode
-from tplayout.admin.namespaces import Secrets, names, open_namespace
+from tplayout.admin.namespaces import names, open_namespace
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.storage.url import open_store
 

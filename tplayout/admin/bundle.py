@@ -11,18 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tplayout.admin.catalog import NO_SECRETS, Secrets
 from tplayout.admin.chains import Index
 from tplayout.admin.convert import path_to
 from tplayout.admin.local_files import NewFile, ReadFile, os_errors
-from tplayout.admin.namespaces import (
-    NO_SECRETS,
-    OpenNamespace,
-    Secrets,
-    begin_copy,
-    check_encrypted,
-    check_same_digests,
-    unwritten,
-)
+from tplayout.admin.namespaces import OpenNamespace, begin_copy, check_encrypted, check_same_digests, unwritten
 from tplayout.admin.parallel import in_order
 from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import FormatError, NotFound, Reason, Unavailable

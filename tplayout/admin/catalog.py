@@ -28,6 +28,17 @@ _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _SOME_HEX = re.compile(r"[0-9a-f]{4,32}")
 
 
+@dataclass(frozen=True)
+class Secrets:
+    """What keyed digests and encrypted objects need; ignored where nothing needs it. None: there is none."""
+
+    secret: bytes | None = field(default=None, repr=False)
+    encryption_key: EncryptionKey | None = None
+
+
+NO_SECRETS = Secrets()
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """One chunk object as a listing has it. key: 32 bytes; size: bytes; modified: seconds since the epoch or None."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tplayout.admin.catalog import Catalog, Stored, hasher_of
+from tplayout.admin.catalog import Catalog, Secrets, Stored, hasher_of
 from tplayout.admin.rate import RateLimit
 from tplayout.cache.codec import Aes256Gcm, Codec, require
 from tplayout.errors import (
@@ -20,7 +20,6 @@ from tplayout.errors import (
 )
 from tplayout.format.chunk import header_size, layout_of, parse_header, read_chunk_id, verify
 from tplayout.format.digest import CellHasher
-from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.header import LENGTH_BYTES
 from tplayout.format.keys import ChunkId, object_name
 from tplayout.format.layout import ChunkLayout, stated_layout
@@ -74,19 +73,18 @@ class _Context:
 class Checker:
     """Checks objects of the namespaces of one catalog; safe to use from many threads.
 
-    deep: read and digest every cell. Without, an object's size, header, tokens and key are checked. encryption_key: of
-    encrypted namespaces; without it what they store is compared with its digests, and not opened. Raises ConfigError
-    when a deep check needs a secret that is not given, for another key, or if what a codec needs is not installed.
+    deep: read and digest every cell. Without, an object's size, header, tokens and key are checked. Without the key of
+    an encrypted namespace what it stores is compared with its digests, and not opened. Raises ConfigError when a deep
+    check needs a secret that is not given, for another key, or if what a codec needs is not installed.
     """
 
     def __init__(
         self,
         store: Store,
         catalog: Catalog,
-        secret: bytes | None,
+        secrets: Secrets,
         deep: bool,
         limit: RateLimit,
-        encryption_key: EncryptionKey | None = None,
     ) -> None:
         self._store = store
         self._deep = deep
@@ -95,12 +93,12 @@ class Checker:
         self._of: dict[str, _Context] = {}
         for namespace in catalog.namespaces.values():
             if namespace.document is not None:
-                hasher = hasher_of(namespace.document, secret) if deep else None
+                hasher = hasher_of(namespace.document, secrets.secret) if deep else None
                 digest = namespace.document.identity.digest()
                 self._of[namespace.name] = _Context(
-                    digest, namespace.layouts(), namespace.codec(hasher, encryption_key), hasher
+                    digest, namespace.layouts(), namespace.codec(hasher, secrets.encryption_key), hasher
                 )
-                if encryption_key is not None if namespace.encrypted else deep:
+                if secrets.encryption_key is not None if namespace.encrypted else deep:
                     require(namespace.document.storage.codec)
         sizes = [context.codec.most_bytes(layout) for context in self._of.values() for layout in context.layouts]
         self._largest = max(sizes, default=0)

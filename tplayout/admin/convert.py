@@ -7,9 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tplayout.admin.catalog import NO_SECRETS, Secrets
 from tplayout.admin.chains import SMALL_READS, Index, build_index
 from tplayout.admin.local_files import ReadFile
-from tplayout.admin.namespaces import NO_SECRETS, OpenNamespace, Secrets, begin_namespace
+from tplayout.admin.namespaces import OpenNamespace, begin_namespace
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Parts
 from tplayout.admin.shard_files import ShardHeader, ranks_of, read_shard_header

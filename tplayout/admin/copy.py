@@ -10,18 +10,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tplayout.admin.catalog import RESERVED
+from tplayout.admin.catalog import NO_SECRETS, RESERVED, Secrets
 from tplayout.admin.chains import Index, build_index
 from tplayout.admin.convert import Report, path_to
-from tplayout.admin.namespaces import (
-    NO_SECRETS,
-    OpenNamespace,
-    Secrets,
-    begin_copy,
-    check_codec_of,
-    check_encrypted,
-    check_same_digests,
-)
+from tplayout.admin.namespaces import OpenNamespace, begin_copy, check_codec_of, check_encrypted, check_same_digests
 from tplayout.admin.parallel import in_order
 from tplayout.admin.transfer import Tally
 from tplayout.admin.work import SIMPLY, Work

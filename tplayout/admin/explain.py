@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tplayout.admin.catalog import Catalog, Namespace, Stored, read_document, scan
+from tplayout.admin.catalog import NO_SECRETS, Catalog, Namespace, Secrets, Stored, read_document, scan
 from tplayout.admin.causes import Cause, Why, identity_causes, sibling_cause
 from tplayout.admin.check import Checker, Fault, Verdict
 from tplayout.admin.parallel import are_there, in_order
@@ -94,12 +94,11 @@ def explain(
     wanted: Wanted,
     prompt: Prompt,
     *,
-    secret: bytes | None = None,
+    secrets: Secrets = NO_SECRETS,
     deep: bool = True,
     jobs: int = 8,
     max_scan: int = MAX_SCAN,
     progress: Progress = silent,
-    encryption_key: EncryptionKey | None = None,
 ) -> Explanation:
     """What a server with this identity, secret and encryption key would find of the prompt, and why not more.
 
@@ -124,15 +123,15 @@ def explain(
         answer.causes.append(Cause(Why.DOCUMENT, text, identity.namespace))
     answer.chunks = [ChunkState(chunk, MISSING, "") for chunk in chunks]
     if space is not None:
-        refused = _secret_cause(space, secret) or _key_cause(space, encryption_key)
-        used = None if refused else encryption_key
-        answer.chunks = _states(store, space, chunks, secret, deep and refused is None, jobs, progress, used)
+        refused = _secret_cause(space, secrets.secret) or _key_cause(space, secrets.encryption_key)
+        used = replace(secrets, encryption_key=None) if refused else secrets
+        answer.chunks = _states(store, space, chunks, used, deep and refused is None, jobs, progress)
         answer.hit_chunks = 0 if refused else _servable(identity, answer.chunks)
         if refused is not None:
             answer.causes.append(refused)
     if not answer.is_hit and not answer.causes:
         catalog = scan(store) if catalog is None else catalog
-        answer.causes += _chunk_causes(store, catalog, answer, jobs, max_scan, encryption_key)
+        answer.causes += _chunk_causes(store, catalog, answer, jobs, max_scan, secrets.encryption_key)
         answer.nearby = _nearby(store, catalog, answer, wanted, prompt)
         _conclude(answer, catalog)
     return answer
@@ -183,17 +182,16 @@ def _states(
     store: Store,
     space: Namespace,
     chunks: Sequence[ChunkId],
-    secret: bytes | None,
+    secrets: Secrets,
     deep: bool,
     jobs: int,
     progress: Progress,
-    encryption_key: EncryptionKey | None,
 ) -> list[ChunkState]:
     groups, layouts = space.known().identity.geometry.groups, space.layouts()
     names = [[object_name(space.name, chunk.key, group) for group in range(len(groups))] for chunk in chunks]
     there = iter(are_there(store, [name for row in names for name in row]))
     found = [[next(there) for _ in row] for row in names]
-    checker = Checker(store, Catalog({space.name: space}, [], []), secret, deep, RateLimit(None), encryption_key)
+    checker = Checker(store, Catalog({space.name: space}, [], []), secrets, deep, RateLimit(None))
     todo = [
         Stored(names[index][group], chunk.key, group, layouts[group].nbytes, None)
         for index, chunk in enumerate(chunks)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tplayout.admin.catalog import QUARANTINE, Namespace, Stored, hasher_of, key_of, scan
+from tplayout.admin.catalog import QUARANTINE, Namespace, Secrets, Stored, hasher_of, key_of, scan
 from tplayout.cache.arrays import from_bits
 from tplayout.cache.codec import Aes256Gcm, Codec, check_key, make_codec, require
 from tplayout.errors import ConfigError, FormatError, NotFound, Reason, StorageError, StorageErrorKind
@@ -122,9 +122,8 @@ def read(
     store: Store,
     space: Namespace,
     stored: Stored,
-    secret: bytes | None,
+    secrets: Secrets,
     siblings: tuple[str, ...] = (),
-    encryption_key: EncryptionKey | None = None,
 ) -> Opened:
     """Read an object whole and check all of it.
 
@@ -135,9 +134,9 @@ def read(
     layout, name, key_id = _layout(space, stored, raw)
     require(name)
     hasher: CellHasher | None = None
-    if space.document is not None and (layout.key_id is None or secret is not None):
-        hasher = hasher_of(space.document, secret)
-    codec = make_codec(name, hasher, key_id, _key(space, name, key_id, encryption_key))
+    if space.document is not None and (layout.key_id is None or secrets.secret is not None):
+        hasher = hasher_of(space.document, secrets.secret)
+    codec = make_codec(name, hasher, key_id, _key(space, name, key_id, secrets.encryption_key))
     data, damage = _plain(codec, raw, layout, stored)
     chunk, fault = None, damage or space.fault
     if space.document is not None and data is not None:

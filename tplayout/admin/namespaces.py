@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tplayout.admin.catalog import hasher_of, key_of
+from tplayout.admin.catalog import NO_SECRETS, Secrets, hasher_of, key_of
 from tplayout.cache.codec import Codec, begun_codec, make_codec, require
 from tplayout.cache.namespace import check_document, fetch_document, read_document
 from tplayout.cache.packing import plain_store
@@ -32,17 +32,6 @@ from tplayout.format.layout import ChunkLayout, chunk_layout
 from tplayout.storage.base import ObjectInfo, Store
 
 _DOCUMENT = re.compile(r"([0-9a-f]{32})/namespace\.json")
-
-
-@dataclass(frozen=True)
-class Secrets:
-    """What keyed digests and encrypted objects need; ignored where nothing needs it. None: there is none."""
-
-    secret: bytes | None = None
-    encryption_key: EncryptionKey | None = None
-
-
-NO_SECRETS = Secrets()
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from tplayout.admin.catalog import NO_SECRETS, Secrets
 from tplayout.admin.chains import build_index
 from tplayout.admin.convert import Report
-from tplayout.admin.namespaces import NO_SECRETS, OpenNamespace, Secrets, begin_namespace
+from tplayout.admin.namespaces import OpenNamespace, begin_namespace
 from tplayout.admin.pages import PagedSource, check_statement
 from tplayout.admin.selection import prompt_chunks
 from tplayout.admin.transfer import read_prefix, store_prefix

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from tplayout.admin.catalog import QUARANTINE, Namespace, read_document
+from tplayout.admin.catalog import NO_SECRETS, QUARANTINE, Namespace, Secrets, read_document
 from tplayout.admin.check import Kind
 from tplayout.admin.parallel import are_there
 from tplayout.admin.progress import Progress, silent
 from tplayout.admin.verify import Finding, verify_store
 from tplayout.errors import NotFound, StorageError, StorageErrorKind
-from tplayout.format.encrypted import EncryptionKey
 from tplayout.storage.base import Store
 
 ALWAYS = (Kind.DAMAGED, Kind.TRUNCATED, Kind.MISNAMED)
@@ -50,19 +49,18 @@ def quarantine(
     store: Store,
     findings: Iterable[Finding],
     *,
-    secret: bytes | None = None,
+    secrets: Secrets = NO_SECRETS,
     deep: bool = True,
     jobs: int = 8,
     progress: Progress = silent,
-    encryption_key: EncryptionKey | None = None,
 ) -> list[Move]:
     """Move what the findings name, temporaries are deleted. Raises StorageError when the store fails.
 
-    secret, deep, encryption_key: as they were in the verification that found them.
+    secrets, deep: as they were in the verification that found them.
     """
     chosen = list(findings)
     again = [finding.name for finding in chosen if finding.kind in ALWAYS]
-    fresh = _still_faulty(store, again, secret, deep, jobs, encryption_key)
+    fresh = _still_faulty(store, again, secrets, deep, jobs)
     most = _most_bytes(store, fresh)
     moves: list[Move] = []
     names = sum(len(_names(finding)) for finding in chosen)
@@ -107,15 +105,14 @@ def _most_bytes(store: Store, names: Iterable[str]) -> int:
 def _still_faulty(
     store: Store,
     names: Sequence[str],
-    secret: bytes | None,
+    secrets: Secrets,
     deep: bool,
     jobs: int,
-    encryption_key: EncryptionKey | None,
 ) -> dict[str, Finding]:
     there = [name for name, found in zip(names, are_there(store, names), strict=True) if found]
     if not there:
         return {}
-    report = verify_store(store, secret=secret, deep=deep, only=there, jobs=jobs, encryption_key=encryption_key)
+    report = verify_store(store, secrets=secrets, deep=deep, only=there, jobs=jobs)
     return {finding.name: finding for finding in report.findings if finding.kind in ALWAYS}
 
 

@@ -10,9 +10,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tplayout.admin.catalog import NO_SECRETS, Secrets
 from tplayout.admin.chains import build_index
 from tplayout.admin.convert import Report, chain_of_digests, chunks_of, path_to, skip_gaps
-from tplayout.admin.namespaces import NO_SECRETS, OpenNamespace, Secrets, begin_namespace
+from tplayout.admin.namespaces import OpenNamespace, begin_namespace
 from tplayout.admin.progress import Parts
 from tplayout.admin.transfer import Bits, cells_of, store_prefix
 from tplayout.admin.values import Converter, Losses, converted_group, converter, is_lossless

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
-from tplayout.admin.catalog import Catalog, Namespace, Stored, by_key, scan
+from tplayout.admin.catalog import NO_SECRETS, Catalog, Namespace, Secrets, Stored, by_key, scan
 from tplayout.admin.check import Checker, Kind, Verdict
 from tplayout.admin.journal import Journal
 from tplayout.admin.parallel import in_order
@@ -22,7 +22,6 @@ from tplayout.admin.prefixes import unreachable
 from tplayout.admin.progress import Progress, silent
 from tplayout.admin.rate import RateLimit
 from tplayout.errors import ConfigError, Reason
-from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.keys import namespace_object, object_name
 from tplayout.storage.base import TEMPORARY_AGE_S, Store
 
@@ -95,7 +94,7 @@ class _Piece:
 def verify_store(
     store: Store,
     *,
-    secret: bytes | None = None,
+    secrets: Secrets = NO_SECRETS,
     deep: bool = True,
     namespace: str | None = None,
     only: Collection[str] = (),
@@ -104,27 +103,27 @@ def verify_store(
     temporary_age: float = TEMPORARY_AGE_S,
     journal_path: str | None = None,
     progress: Progress = silent,
-    encryption_key: EncryptionKey | None = None,
 ) -> Report:
     """Check every object of a store, of a namespace (its first hex digits), or those that `only` names.
 
     deep: read everything; else sizes, headers and keys. max_rate: bytes a second. journal_path: a local file that lets
-    an interrupted run go on; it is removed at the end. encryption_key: of what is encrypted; without it only stored
-    bytes are compared. Raises StorageError if the store fails, ConfigError for a missing secret, another key, an
-    unknown object in `only`, or another run's journal.
+    an interrupted run go on; it is removed at the end. Without its key what is encrypted is compared as it is stored.
+    Raises StorageError if the store fails, ConfigError for a missing secret, another key, an unknown object in `only`,
+    or another run's journal.
     """
     catalog = scan(store, namespace)
-    checker = Checker(store, catalog, secret, deep, RateLimit(max_rate), encryption_key)
+    checker = Checker(store, catalog, secrets, deep, RateLimit(max_rate))
     report = Report(namespaces=len(catalog.namespaces))
     if only:
         _restrict(catalog, only)
     task = {"url": store.url, "deep": deep, "namespace": namespace, "only": sorted(only)}
-    task |= {} if encryption_key is None else {"encryption_key": encryption_key.id}
+    key = secrets.encryption_key
+    task |= {} if key is None else {"encryption_key": key.id}
     journal = None if journal_path is None else Journal.open(journal_path, task)
     try:
         for space in catalog.namespaces.values():
             _document_findings(store, space, report)
-            if secret is not None:
+            if secrets.secret is not None:
                 _unkeyed_findings(store, space, report)
         sound: dict[str, _Sound] = {name: {} for name in catalog.namespaces}
         for piece_name, piece in _pieces(catalog, checker, journal, jobs, progress):

@@ -36,8 +36,9 @@ from tplayout.errors import FormatError, NotFound
 from tplayout.format.layout import CODEC_AES_256_GCM
 
 if TYPE_CHECKING:
+    from tplayout.admin.catalog import Secrets
     from tplayout.admin.copy import Copied
-    from tplayout.admin.namespaces import OpenNamespace, Secrets
+    from tplayout.admin.namespaces import OpenNamespace
     from tplayout.storage.base import Store
 
 F = TypeVar("F", bound=Callable[..., Any])

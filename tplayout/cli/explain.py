@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from tplayout.admin.catalog import Secrets
 from tplayout.admin.causes import Cause
 from tplayout.admin.explain import MAX_SCAN, ChunkState, Explanation, Prompt, explain
 from tplayout.admin.selection import read_token_file
@@ -143,12 +144,11 @@ def command(
             store,
             wanted,
             prompt,
-            secret=secret,
+            secrets=Secrets(secret, encryption_key),
             deep=not quick,
             jobs=jobs,
             max_scan=max_scan,
             progress=tick,
-            encryption_key=encryption_key,
         )
     if as_json:
         emit_json({"url": store.url, **_document(answer)})

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tplayout.admin.catalog import Namespace, scan
+from tplayout.admin.catalog import Namespace, Secrets, scan
 from tplayout.admin.heatmap import draw
 from tplayout.admin.inspection import Cell, Opened, Statistics, cells, find, norms, read, statistics
 from tplayout.cli.common import (
@@ -106,7 +106,7 @@ def command(
             _show_namespaces(store, namespace, as_json)
             return 0
         space, stored, siblings = find(store, chunk, namespace, group)
-        opened = read(store, space, stored, secret, siblings, encryption_key)
+        opened = read(store, space, stored, Secrets(secret, encryption_key), siblings)
     if opened.sealed and (cell is not None or heatmap is not None):
         raise opened.fault or ConfigError(
             f"{opened.name} is encrypted: --cell and --heatmap need its key {opened.encryption_key_id}: give "

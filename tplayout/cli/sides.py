@@ -12,7 +12,7 @@ from tplayout.cli.common import encryption_key_of, open_store, parse_storage_opt
 from tplayout.storage.base import Store
 
 if TYPE_CHECKING:
-    from tplayout.admin.namespaces import Secrets
+    from tplayout.admin.catalog import Secrets
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,14 +71,14 @@ def selection_options(function: F) -> F:
 
 def secrets_of_source(options: Mapping[str, Any]) -> Secrets:
     """What SRC needs, or the only store of a verb."""
-    from tplayout.admin.namespaces import Secrets
+    from tplayout.admin.catalog import Secrets
 
     return Secrets(options["secret"], options["encryption_key"])
 
 
 def secrets_of_destination(options: Mapping[str, Any]) -> Secrets:
     """What DST needs: the same secret, and an encryption key that may be its own."""
-    from tplayout.admin.namespaces import Secrets
+    from tplayout.admin.catalog import Secrets
 
     return Secrets(options["secret"], options["dst_encryption_key"] or options["encryption_key"])
 

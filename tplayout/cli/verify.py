@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from tplayout.admin.catalog import Secrets
 from tplayout.admin.check import Kind
 from tplayout.admin.quarantine import ON_REQUEST, Move, plan, quarantine
 from tplayout.admin.verify import Report, verify_store
@@ -122,11 +123,12 @@ def command(
         raise ConfigError("--dry-run and --also go with --quarantine: nothing else changes anything")
     if move and not dry_run:
         check_can_ask("Move what is damaged to tplayout-quarantine/?", yes)  # now, not after hours of reading
+    secrets = Secrets(secret, encryption_key)
     with open_store(url, storage_options, timeout, must_exist=True) as store:
         with progress("verifying") as tick:
             report = verify_store(
                 store,
-                secret=secret,
+                secrets=secrets,
                 deep=not quick,
                 namespace=namespace,
                 only=names,
@@ -135,7 +137,6 @@ def command(
                 temporary_age=temporary_age,
                 journal_path=journal,
                 progress=tick,
-                encryption_key=encryption_key,
             )
         if not report.namespaces and not report.findings:
             note(f"nothing is stored in {store.url}: is the URL right?")
@@ -151,11 +152,10 @@ def command(
                 moves = quarantine(
                     store,
                     chosen,
-                    secret=secret,
+                    secrets=secrets,
                     deep=not quick,
                     jobs=jobs,
                     progress=tick,
-                    encryption_key=encryption_key,
                 )
         moved = {done.name for done in moves if not done.left}
         remaining = [finding for finding in report.damage if finding.name not in moved]
