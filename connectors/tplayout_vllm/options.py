@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tplayout.errors import ConfigError
 from tplayout.format.encrypted import EncryptionKey
@@ -66,6 +66,9 @@ class Options:
     weights_label: str | None = None
     secret: bytes | None = field(default=None, repr=False)
     encryption_key: EncryptionKey | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("options are not pickled, since they hold secrets; vLLM sends what they were parsed from")
 
 
 _NAMES = (

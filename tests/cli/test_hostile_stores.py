@@ -1,4 +1,4 @@
-"""Stores and files that somebody else has prepared: no path outside is touched, and no memory taken because one says so.
+"""Stores and files that somebody else has prepared: no path outside is touched, no memory taken because one says so.
 
 What lies outside is precious: sound objects and documents, so that nothing but the way to them stops a verb.
 """

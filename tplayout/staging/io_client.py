@@ -53,6 +53,7 @@ COMMAND = (sys.executable, "-P", "-m", "tplayout.staging.io_process")
 _RESTARTS = 5  # that many in _RESTART_WINDOW_S, more come at the pace of the window
 _RESTART_WINDOW_S = 30.0
 _CHUNK = 2**16
+_KEYS = {"TPLAYOUT_SECRET_KEY", "TPLAYOUT_ENCRYPTION_KEY"}
 _LEVELS = {"error": logging.ERROR, "warning": logging.WARNING}
 
 
@@ -323,9 +324,11 @@ def _pidfd(pid: int) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, and this very package importable: the current directory may be all that made it so here."""
+    """Ours without keys, which come through the socket; and this very package importable: the current directory may be
+    all that made it so here."""
+    ours = {name: value for name, value in os.environ.items() if name not in _KEYS}
     root = str(Path(tplayout.__file__).resolve().parent.parent)
     if root in sysconfig.get_paths().values():  # installed; in PYTHONPATH it would come before the standard library
-        return dict(os.environ)
+        return ours
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**ours, "PYTHONPATH": os.pathsep.join(paths)}

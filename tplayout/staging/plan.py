@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from tplayout.cache.codec import begun_codec
 from tplayout.errors import ConfigError
@@ -75,6 +75,9 @@ class StagingPlan:
         begun_codec(self.codec, self.encryption_key)
         if len(self.namespace) != 32:
             raise ConfigError(f"staging: namespace has {len(self.namespace)} bytes, must be the 32-byte digest")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a staging plan is not pickled, since it holds secrets")
 
     @cached_property
     def hasher(self) -> CellHasher:
