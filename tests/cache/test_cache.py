@@ -362,21 +362,6 @@ def test_kv_of_small_entropy_takes_less_room(kit: Any, store: Store) -> None:
     assert cache.get(chunk).tobytes() == values.tobytes()
 
 
-def test_damage_in_a_packed_object_is_an_error_or_a_miss(kit: Any, store: Store, damage: Any, one_group: Any) -> None:
-    cache = Cache.open(store, one_group, codec="shuffle-zstd")
-    kit.fill(cache)
-    first, second = cache.chunks(kit.TOKENS)[:2]
-    name = object_name(cache.namespace, second.key, 0)
-    damage(name, len(store.get(name)) - 1)
-    with pytest.raises(FormatError) as caught:
-        cache.get(second)
-    assert caught.value.where == name
-    assert cache.get(first).shape[0] == 4
-    assert cache.longest_prefix(kit.TOKENS, verify=True).tokens == 4
-    with pytest.raises(NotFound):
-        cache.get(cache.chunks([9, 9, 9, 9])[0])
-
-
 def test_codecs_that_cannot_be_used_are_wrong_use(
     kit: Any, store: Store, one_group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -506,10 +491,11 @@ def test_keys_that_cannot_be_used_are_wrong_use(store: Store, one_group: Any, ar
     assert list(store.list()) == []
 
 
-def test_damage_in_an_encrypted_object_is_an_error_or_a_miss(
-    kit: Any, store: Store, damage: Any, one_group: Any
+@pytest.mark.parametrize("how", [{"codec": "shuffle-zstd"}, {"encryption_key": KEY}], ids=["packed", "encrypted"])
+def test_damage_in_what_is_not_plain_is_an_error_or_a_miss(
+    kit: Any, store: Store, damage: Any, one_group: Any, how: dict[str, Any]
 ) -> None:
-    cache = Cache.open(store, one_group, encryption_key=KEY)
+    cache = Cache.open(store, one_group, **how)
     kit.fill(cache)
     first, second = cache.chunks(kit.TOKENS)[:2]
     name = object_name(cache.namespace, second.key, 0)
@@ -519,6 +505,8 @@ def test_damage_in_an_encrypted_object_is_an_error_or_a_miss(
     assert caught.value.where == name
     assert cache.get(first).shape[0] == 4
     assert cache.longest_prefix(kit.TOKENS, verify=True).tokens == 4
+    with pytest.raises(NotFound):
+        cache.get(cache.chunks([9, 9, 9, 9])[0])
 
 
 def test_without_the_cipher_s_library_the_way_out_is_named(

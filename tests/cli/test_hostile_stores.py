@@ -1,4 +1,4 @@
-"""Stores and files that somebody else has prepared: no path outside is touched, no memory taken because one says so.
+"""Stores and files that somebody else has prepared: no path outside is touched, no memory taken as one says.
 
 What lies outside is precious: sound objects and documents, so that nothing but the way to them stops a verb.
 """

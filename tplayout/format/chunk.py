@@ -217,6 +217,13 @@ def stated_fault(theirs: ChunkLayout, layout: ChunkLayout) -> FormatError | None
     return None
 
 
+def paste(plain: bytearray, span: range, start: int, data: Buffer) -> None:
+    """Copy data, which lies at `start` of an object, into plain, the object's bytes `span`, as far as it is in them."""
+    first, last = max(start, span.start), min(start + len(data), span.stop)
+    if first < last:
+        plain[first - span.start : last - span.start] = data[first - start : last - start]
+
+
 def tensor_fault(header: Header, wanted: Header) -> FormatError:
     """Why a header that states the right layout has other bytes than the right one."""
     missing = wanted.tensors.keys() ^ header.tensors.keys()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from blake3 import blake3
 
 from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
-from tplayout.format.chunk import Buffer, stated_fault, tensor_fault
+from tplayout.format.chunk import Buffer, paste, stated_fault, tensor_fault
 from tplayout.format.digest import KEY_ID_BYTES, CellHasher, coordinates
 from tplayout.format.header import parse_header
 from tplayout.format.layout import CODEC_AES_256_GCM, ChunkLayout, encode_header, metadata_of, stated_layout
@@ -290,20 +290,17 @@ def plain_range(
     opener = _Opener(memoryview(read(0, layout.info_bytes)), layout, chunk_key, key, cipher)
     plain = bytearray(len(span))
 
-    def paste(start: int, data: Buffer) -> None:
-        first, last = max(start, span.start), min(start + len(data), span.stop)
-        if first < last:
-            plain[first - span.start : last - span.start] = data[first - start : last - start]
-
     for start, data in opener.beginning():
-        paste(start, data)
+        paste(plain, span, start, data)
     wanted = [cell for cell in range(layout.cells) if _overlap(layout.place(cell), span)]
     if wanted:
         first = layout.sealed_range(wanted[0]).start
         sealed = memoryview(read(first, layout.sealed_range(wanted[-1]).stop - first))
         for cell in wanted:
             own = layout.sealed_range(cell)
-            paste(layout.place(cell).start, opener.cell(cell, sealed[own.start - first : own.stop - first]))
+            paste(
+                plain, span, layout.place(cell).start, opener.cell(cell, sealed[own.start - first : own.stop - first])
+            )
     return bytes(plain)
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from tplayout.errors import FormatError, Reason
-from tplayout.format.chunk import Buffer, stated_fault, tensor_fault
+from tplayout.format.chunk import Buffer, paste, stated_fault, tensor_fault
 from tplayout.format.digest import CellHasher
 from tplayout.format.header import parse_header
 from tplayout.format.keys import KEY_BYTES, ROOT
@@ -217,13 +217,8 @@ def plain_range(
         raise FormatError(Reason.BAD_HEADER, "not the header of these lengths")
     plain = bytearray(len(span))
 
-    def paste(start: int, data: Buffer) -> None:
-        first, last = max(start, span.start), min(start + len(data), span.stop)
-        if first < last:
-            plain[first - span.start : last - span.start] = data[first - start : last - start]
-
     for start, data in _beginning(view, layout):
-        paste(start, data)
+        paste(plain, span, start, data)
     count = layout.planes
     wanted = [cell for cell in range(layout.cells) if _overlap(layout.place(cell), span)]
     if wanted:
@@ -231,7 +226,7 @@ def plain_range(
         stored = memoryview(read(at, sum(lengths[wanted[0] * count : (wanted[-1] + 1) * count])))
         for cell in wanted:
             own = lengths[cell * count : (cell + 1) * count]
-            paste(layout.place(cell).start, _expand(stored[: sum(own)], own, layout, compressor))
+            paste(plain, span, layout.place(cell).start, _expand(stored[: sum(own)], own, layout, compressor))
             stored = stored[sum(own) :]
     return bytes(plain)
 
