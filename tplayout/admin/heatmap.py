@@ -94,7 +94,8 @@ def _label(pen: Any, left: int, top: int, side: int, heads: int, layers: Sequenc
 def _write(path: Path, image: Any) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        image.save(temporary, "PNG")
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            image.save(file, "PNG")
         temporary.replace(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from tplayout.errors import FormatError, Reason, StorageFull, Unavailable
 from tplayout.format.header import Header, header_size, parse_header
 from tplayout.storage.base import temporary_name
+from tplayout.storage.beneath import make_directories
 
 
 class ReadFile:
@@ -61,9 +62,10 @@ class NewFile:
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        """size: bytes it will have; what is not written stays zero. Directories are made. Raises OSError."""
+        """size: bytes it will have; what is not written stays zero. Directories are made; all is its
+        owner's alone. Raises OSError."""
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directories(str(path.parent.absolute()))
         self._temporary = path.parent / temporary_name(path.name)
         self._fd, self._named = _open_unnamed(path.parent), False  # whether the temporary name is in use
         if self._fd < 0:

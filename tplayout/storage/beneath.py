@@ -249,16 +249,16 @@ def _open_root(root: str, create: bool) -> int:
     except FileNotFoundError:
         if not create:
             raise
-    _make_directories(root)
+    make_directories(root)
     return os.open(root, _DIRECTORY)
 
 
-def _make_directories(path: str) -> None:
+def make_directories(path: str) -> None:
     """Like os.makedirs, but the parents that it makes are 0700 too."""
     try:
         _make_directory(path)
     except FileNotFoundError:
-        _make_directories(os.path.dirname(path))
+        make_directories(os.path.dirname(path))
         _make_directory(path)
 
 
