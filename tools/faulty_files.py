@@ -104,7 +104,11 @@ class FaultyFiles:
 
     def injected(self) -> Counter[tuple[str, Fault]]:
         """How often each fault has happened so far, in all processes."""
-        return Counter((entry["method"], Fault(entry["fault"])) for entry in self._log() if entry["fault"])
+        return Counter((method, fault) for method, fault, _ in self.broken())
+
+    def broken(self) -> list[tuple[str, Fault, str]]:
+        """Method, fault and path of every call that broke, in order."""
+        return [(entry["method"], Fault(entry["fault"]), entry["path"]) for entry in self._log() if entry["fault"]]
 
     def damaged(self, root: Path) -> set[str]:
         """Names of the files below `root` whose last write was damaged, and which are still there."""
