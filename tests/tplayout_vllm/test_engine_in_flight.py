@@ -6,8 +6,9 @@ poison, or remembered where the engine's own prefix cache may still use them. At
 
 import logging
 import random
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ ABORTED: list[dict[str, Any]] = [
     {"tp": 2, "asynchronous": True, "caching": False, "model": SimModel((None, None, 128))},
 ]
 # Where loads may follow, vLLM lets a request finish its step before it is pushed out; a producer's blocks go at once.
-PUSHED_OUT: list[dict[str, Any]] = [
-    {"tp": 1, "asynchronous": False, "caching": False},
-    {"tp": 1, "asynchronous": True, "caching": True},
-    {"tp": 2, "asynchronous": True, "caching": False, "role": "kv_producer"},
+PUSHED_OUT: list[tuple[int, dict[str, Any]]] = [  # how many in a save, and what engine
+    (20, {"tp": 1, "asynchronous": False, "caching": False}),
+    (60, {"tp": 1, "asynchronous": True, "caching": True}),
+    (ENOUGH - 80, {"tp": 2, "asynchronous": True, "caching": False, "role": "kv_producer"}),
 ]
 
 
@@ -95,11 +96,15 @@ class Rush:
         busy = {table.part(copy.slot, group) for group in copy.groups} & {Part.FILLING, Part.PUBLISHING, Part.LIMBO}
         return bool(busy) and table.generation(copy.slot) == copy.generation
 
-    def run(self, turns: int) -> None:
-        for _ in range(turns):
+    def run(self, wanted: Mapping[str, int]) -> None:
+        """Until enough has happened in this engine: how many events of each kind."""
+        before, end = Counter(self.events), time.monotonic() + 120
+        while any(self.events[kind] - before[kind] < count for kind, count in wanted.items()):
+            assert time.monotonic() < end, (wanted, self.events - before)
             self._act()
             self.live = [name for name in self.live if not self.engine.finished(name)]
-        self.events["timeouts"] += self.engine.stager.snapshot()["lookups"].get("deadline", 0)
+            timeouts = self.engine.stager.snapshot()["lookups"].get("deadline", 0)
+            self.events["timeouts"] = before["timeouts"] + timeouts
 
     def _act(self) -> None:
         draw = self.random.random()
@@ -163,12 +168,12 @@ def assert_nothing_in_use(engine: SimEngine, free: int) -> None:
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
 
 
-def end(sim: Sim, faults: FaultyFiles, rush: Rush, turns: int) -> None:
+def end(sim: Sim, faults: FaultyFiles, rush: Rush, wanted: Mapping[str, int]) -> None:
     """Run it on a slow store, let what is left come to its end, and look."""
     engine = rush.engine
     free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     faults.inject({"cat_file": {Fault.DELAY.value: 0.4}, "pipe_file": {Fault.DELAY.value: 0.9}}, delay_s=0.06)
-    rush.run(turns)
+    rush.run(wanted)
     engine.until(lambda: all(map(engine.finished, rush.live)))
     faults.stop()
     engine.drain()
@@ -183,13 +188,16 @@ def end(sim: Sim, faults: FaultyFiles, rush: Rush, turns: int) -> None:
 def test_aborted_or_out_of_patience_in_a_load_or_save(
     sim: Sim, faults: FaultyFiles, events: Counter[str], number: int
 ) -> None:
-    end(sim, faults, Rush(sim, faults, 1 + number, events, aborts=0.4, outputs=40, **ABORTED[number]), 500)
+    rush = Rush(sim, faults, 1 + number, events, aborts=0.4, outputs=40, **ABORTED[number])
+    each = ENOUGH // len(ABORTED) + 1
+    end(sim, faults, rush, {"aborts": each, "timeouts": each, "aborted in a load": 10, "aborted in a save": 10})
 
 
 @pytest.mark.parametrize("number", range(len(PUSHED_OUT)))
 def test_pushed_out_in_a_load_or_save(sim: Sim, faults: FaultyFiles, events: Counter[str], number: int) -> None:
-    rush = Rush(sim, faults, 10 + number, events, aborts=0.02, outputs=300, chunk=16, **PUSHED_OUT[number])
-    end(sim, faults, rush, 600)
+    count, setup = PUSHED_OUT[number]
+    rush = Rush(sim, faults, 10 + number, events, aborts=0.02, outputs=300, chunk=16, **setup)
+    end(sim, faults, rush, {"pushed out in a save": count})
 
 
 @pytest.mark.parametrize("caching", [False, True])

@@ -19,6 +19,7 @@ from sim_store import Sim
 
 from tools.fault_store import Fault
 from tools.faulty_files import FaultyFiles
+from tplayout.admin.catalog import Secrets
 from tplayout.admin.verify import verify_store
 from tplayout.errors import ConfigError
 from tplayout.format.chunk import write_digests
@@ -91,7 +92,7 @@ def test_a_poisoned_chunk_is_a_miss_that_is_counted(
     assert engine.stats("verification_failures") == 1
     assert sim.path(text, 1).read_bytes() == sound  # stored again
     with open_store(sim.url) as store:
-        assert not verify_store(store, secret=SECRET).findings
+        assert not verify_store(store, secrets=Secrets(SECRET)).findings
 
 
 def test_an_authentic_chunk_of_another_namespace_is_a_miss(sim: Sim, key_file: Path) -> None:

@@ -22,7 +22,7 @@ from tplayout.admin.verify import verify_store
 from tplayout.storage.url import open_store
 
 WINDOWS = SimModel((None, None, 128, 128))
-TRAFFIC = 150
+TRAFFIC = 100
 SECONDS = 0.15  # of a store operation
 
 
@@ -89,13 +89,18 @@ def damage(sim: Sim) -> set[str]:
         return {finding.name for finding in verify_store(store).findings if finding.kind.name != "UNREACHABLE"}
 
 
-def stores_again(sim: Sim, engine: SimEngine, seed: int) -> Text:
-    """A prompt that the engine has stored. What it tries while it leaves the store alone is not."""
-    for text in (sim.text(seed + i) for i in range(100)):
+def works_again(sim: Sim, engine: SimEngine) -> Text:
+    """A prompt that the engine has stored, with a document that is sound.
+
+    What it tries while it leaves the store alone is not stored; and who has written the document and was told that all
+    is well looks at it again after five seconds.
+    """
+    document = f"{engine.side._namespace.hex()[:32]}/namespace.json"
+    for text in (sim.text(10_000 * len(sim.texts) + i) for i in range(100)):
         engine.run(text, 300, 1)
-        if all(sim.stored(text, 256)):
+        if all(sim.stored(text, 256)) and document not in damage(sim):
             return text
-        time.sleep(0.02)
+        time.sleep(0.1)
     raise AssertionError(engine.stager.health)
 
 
@@ -119,9 +124,9 @@ def test_answers_are_right_and_the_damage_is_known(
         faults.inject(rates, 2 * seed + turn, delay_s=0.02)
         traffic.run(engine, TRAFFIC)
         faults.stop()
-    assert damage(sim) == faults.damaged(sim.store)
-    # All is well again: this engine stores a prompt, and another one reads it.
-    text = stores_again(sim, engine, 10_000)
+        assert damage(sim) == faults.damaged(sim.store)
+        text = works_again(sim, engine)
+    # All is well again: what this engine has stored another one reads.
     other = engine_of(sim, faults, staging_bytes=8_000_000, model=model)
     assert other.loaded(other.run(text, 300, 1)) == 256
     # What is damaged is stored anew as soon as somebody would have needed it.
@@ -143,11 +148,7 @@ def test_a_namespace_document_that_a_server_wrote_badly_is_written_again_by_it(
     faults.stop()
     document = f"{engine.side._namespace.hex()[:32]}/namespace.json"
     assert (document in damage(sim)) == (fault is not Fault.REPORTED_FAILURE)
-    for turn in range(100):
-        stores_again(sim, engine, 10_000 * turn)
-        if document not in damage(sim):
-            break
-        time.sleep(0.1)  # who has written it and was told that all is well looks at it again after five seconds
+    works_again(sim, engine)
     assert document not in damage(sim)
 
 
@@ -156,4 +157,4 @@ def test_the_traffic_met_every_fault_of_every_call_that_servers_make(events: Cou
         pytest.skip("NOT TESTED: that traffic meets every fault, since no test with traffic was run")
     used = {(method, fault) for method in ("cat_file", "pipe_file", "info") for fault in APPLICABLE[method]}
     assert used == set(+events)
-    assert events.total() > 500, events
+    assert events.total() > 400, events
