@@ -74,12 +74,20 @@ class Place:
         return {str(path) for path in files if any(data in path.read_bytes() for data in hidden)}
 
 
+def document(place: Place) -> None:
+    """One that is sound, and names the model in its own way, which tells whether it was read."""
+    path = place.store / place.name / "namespace.json"
+    place.lead_out(path)
+    there = path.readlink()
+    there.write_bytes(there.read_bytes().replace(b'"model": "m"', b'"model": "precious"'))
+
+
 LINKS: dict[str, Callable[[Place], None]] = {
     "namespace": lambda place: place.lead_out(place.store / place.name),
     "fan-out": lambda place: place.lead_out(place.objects[0].parent),
     "object": lambda place: place.lead_out(place.objects[0]),
     "object to nowhere": lambda place: place.lead_out(place.objects[0], dangling=True),
-    "document": lambda place: place.lead_out(place.store / place.name / "namespace.json"),
+    "document": document,
     "quarantine": lambda place: place.lead_out(place.store / "tplayout-quarantine"),
     "new namespace": lambda place: place.lead_out(place.store / ("ab" * 16)),
 }
@@ -133,7 +141,8 @@ def test_no_verb_follows_a_link_out_of_the_store(tmp_path: Path, link: str) -> N
         ended_well(result)
         assert place.looked_at() == before, verb
         assert place.leaked() == set(), verb
-        assert "root:x:0:0" not in result.output
+        assert "root:x:0:0" not in result.output, verb
+        assert "precious" not in result.output, verb
 
 
 @pytest.mark.parametrize(

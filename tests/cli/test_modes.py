@@ -76,3 +76,13 @@ def test_what_is_moved_to_quarantine_is_private(tmp_path: Path, umask: int) -> N
     damage_one(store)
     call("verify", store, "--quarantine", "--yes")
     assert wrong_modes(store / "tplayout-quarantine") == {}
+
+
+def test_a_file_is_private_where_it_must_have_a_name_from_the_start(
+    tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On file systems without unnamed files."""
+    monkeypatch.setattr("tplayout.admin.local_files._open_unnamed", lambda directory: -1)
+    store_prompts(tmp_path / "store", TOKENS)
+    a_bundle(tmp_path / "store", tmp_path / "store")
+    assert wrong_modes(tmp_path / "store") == {}

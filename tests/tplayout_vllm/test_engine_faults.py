@@ -345,6 +345,21 @@ def test_a_damaged_object_ends_the_prefix_and_is_replaced(sim: Sim, damage: Call
     assert sim.check_store() == 4
 
 
+def test_an_object_of_a_terabyte_is_a_miss_and_takes_no_memory(sim: Sim) -> None:
+    """A hole, with the right beginning."""
+    text = sim.text(43)
+    sim.engine().run(text, 300, 1)
+    os.truncate(sim.path(text, 2), 2**40)
+    engine = sim.engine()
+    name = engine.run(text, 300)
+    assert engine.loaded(name) == 128
+    assert engine.stager.snapshot()["verification_failures"] == 1
+    for pid in engine.stager._pool.io.pids:
+        (peak,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+        assert int(peak.split()[1]) < 200 * 1024
+    assert sim.check_store() == 4  # stored again
+
+
 def test_a_killed_io_process_costs_a_hit_at_most(sim: Sim) -> None:
     text = sim.text(41)
     sim.engine().run(text, 300, 1)
