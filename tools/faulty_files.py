@@ -9,7 +9,8 @@
     faults.damaged()                                   # the objects that are in the store with other bytes than put
 
 Processes read the rates anew for every call, and append what they have done to one log. A fault depends on the seed,
-the method, the path and how often this process has called it, and on no thread's timing. What is written appears
+the method, the path and how often this process has called it, and on no thread's timing; whoever starts anew meets the
+same ones again, unless the seed is another by then. What is written appears
 complete, as on an object store, unless the fault is that it does not. `file:///directory` is the same store, sound.
 """
 

@@ -277,6 +277,21 @@ def test_hostile_documents_are_one_line_in_every_verb(place: Place, what: str) -
     assert place.looked_at() == before
 
 
+def test_a_damaged_document_of_a_target_is_named(place: Place) -> None:
+    """With its store: two of them are in the command."""
+    store_prompts(place.target, TOKENS)
+    path = place.target / place.name / "namespace.json"
+    path.write_bytes(path.read_bytes()[:300])
+    for verb in ("cp", "mv"):
+        more = ["--yes"] if verb == "mv" else []
+        assert (
+            f"file://{place.target}: {place.name}/namespace.json: not-json"
+            in call(verb, place.store, place.target, *more).stderr
+        )
+    assert str(path) in refused("import", place.bundle, place.target, code=1).replace(": ", "/")
+    assert str(path) in refused("convert", place.store, place.target, "--codec", "none", code=1).replace(": ", "/")
+
+
 def limited(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The tool in an address space in which nothing of GiB has room."""
 

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from tplayout.admin.catalog import NO_SECRETS, Secrets, hasher_of, key_of
 from tplayout.cache.codec import Codec, begun_codec, make_codec, require
-from tplayout.cache.namespace import check_document, fetch_document, read_document
+from tplayout.cache.namespace import check_document, read_document
 from tplayout.cache.packing import plain_store
 from tplayout.errors import (
     ConfigError,
@@ -26,7 +26,7 @@ from tplayout.errors import (
 from tplayout.format.chunk import Buffer, read_chunk_id, verify
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.encrypted import EncryptionKey
-from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts, parse_namespace_document
+from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
 from tplayout.format.keys import ChunkId, ObjectName, namespace_object, object_name, parse_object_name
 from tplayout.format.layout import ChunkLayout, chunk_layout
 from tplayout.storage.base import ObjectInfo, Store
@@ -172,11 +172,15 @@ def open_namespace(store: Store, name: str, secrets: Secrets = NO_SECRETS) -> Op
     Raises NotFound; FormatError if namespace.json is damaged; ConfigError if it needs a secret or key and has another
     or none, or if what its codec needs is not installed.
     """
+    return unwritten(store, _document(store, name), secrets)
+
+
+def _document(store: Store, name: str) -> NamespaceDocument:
+    """What namespace.json says. Raises NotFound; FormatError that names store and file."""
     try:
-        document = read_document(store, name)
+        return read_document(store, name)
     except FormatError as error:
         raise error.at(f"{store.url}: {error.where}") from None
-    return unwritten(store, document, secrets)
 
 
 def choose_namespace(store: Store, wanted: str | None, secrets: Secrets = NO_SECRETS) -> OpenNamespace:
@@ -268,13 +272,13 @@ def check_same_digests(store: Store, document: NamespaceDocument) -> None:
     """
     name = document.identity.namespace
     try:
-        found = fetch_document(store, name)
+        found = _document(store, name)
     except NotFound:
         return
-    theirs = parse_namespace_document(found, name).storage
+    theirs = found.storage
     facts = replace(document.storage, codec=theirs.codec, encryption_key_id=theirs.encryption_key_id)
     ours = replace(document, storage=facts)
-    check_document(found, ours.to_bytes(), name)
+    check_document(found.to_bytes(), ours.to_bytes(), name)
 
 
 def as_damage(error: StorageError, name: str) -> StorageError | FormatError:
