@@ -16,7 +16,19 @@ import tplayout
 ROOT = Path(__file__).resolve().parent.parent
 
 # Imports go from right to left only. Connectors stand behind the last one.
-ORDER = ["errors", "format", "storage", "weights", "model_groups", "model", "cache", "staging", "admin", "cli"]
+ORDER = [
+    "errors",
+    "arguments",
+    "format",
+    "storage",
+    "weights",
+    "model_groups",
+    "model",
+    "cache",
+    "staging",
+    "admin",
+    "cli",
+]
 ENGINES = {"vllm", "sglang", "tensorrt_llm", "lmcache", "mooncake"}
 IO_MODULES = {
     "asyncio",

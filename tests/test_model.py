@@ -179,6 +179,23 @@ def test_no_model_directory(tmp_path):
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("path", 5),
+        ("kv_dtype", ["auto"]),
+        ("compute_dtype", None),
+        ("weights_label", 5),
+        ("overrides", "x"),
+        ("load_format", None),
+        ("max_model_len", "4096"),
+    ],
+)
+def test_arguments_of_another_type_are_named(model, name, value):
+    with pytest.raises(ConfigError, match=f"^{name} must be "):
+        describe_model(**{"path": model, name: value})
+
+
 def test_huge_configuration_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"a": "' + "x" * 17 * 2**20 + '"}')
     with pytest.raises(ConfigError, match="at most"):

@@ -8,9 +8,12 @@ part of the identity.
 import json
 import math
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+from tplayout.arguments import check_type
 from tplayout.errors import ConfigError
 from tplayout.format.geometry import Geometry, default_chunk_tokens
 from tplayout.format.identity import Identity
@@ -78,8 +81,15 @@ def describe_model(
 
     kv_dtype, compute_dtype, load_format, max_model_len: vLLM's names (--kv-cache-dtype, --dtype, --load-format,
     --max-model-len). overrides: as in --hf-overrides. chunk_tokens: None for the servers' default
-    (`default_chunk_tokens`). Raises ConfigError for what only an engine can tell, naming the field.
+    (`default_chunk_tokens`). weights_label: names the weights instead of a fingerprint of their files. Raises
+    ConfigError for what only an engine can tell, naming the field, and for an argument of another type.
     """
+    check_type("path", path, (str, PathLike), "the path of a model's directory")
+    for name, text in (("kv_dtype", kv_dtype), ("compute_dtype", compute_dtype), ("load_format", load_format)):
+        check_type(name, text, str, "text, one of vLLM's names")
+    check_type("weights_label", weights_label, (str, NoneType), "text that names the weights, or None")
+    check_type("overrides", overrides, (Mapping, NoneType), "a mapping of the configuration's fields, or None")
+    check_type("max_model_len", max_model_len, (int, NoneType), "a whole number of tokens, or None")
     config = _overridden(read_config(path), overrides or {})
     compute = resolve_compute_dtype(config, compute_dtype)
     groups = describe_groups(config, resolve_kv_dtype(config, kv_dtype, compute))

@@ -9,6 +9,7 @@ import pytest
 from tplayout.cache import Cache
 from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
 from tplayout.format.identity import Identity
+from tplayout.format.keys import ChunkId
 from tplayout.format.sharding import Shard, whole
 from tplayout.storage.base import Store
 
@@ -92,3 +93,70 @@ def test_chunks_of_another_cache(cache: Cache, store: Store, kit: Any) -> None:
         cache.put(other.chunks(kit.TOKENS)[0], {whole(group): kit.numpy(kit.kv(group), group)})
     assert caught.value.reason is Reason.WRONG_KEY
     assert list(stored(store)) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("store", 5),
+        ("store", None),
+        ("identity", "./my-model"),
+        ("identity", None),
+        ("secret", "sixteen characters or more"),
+        ("secret", 16),
+        ("create", "no"),
+        ("model", None),
+        ("model", 5),
+        ("codec", 5),
+        ("encryption_key", "32 characters"),
+        ("encryption_key", 32),
+    ],
+)
+def test_arguments_of_open_are_refused_by_name_before_anything_is_written(
+    store: Store, one_group: Identity, argument: str, value: Any
+) -> None:
+    given = {"store": store, "identity": one_group, argument: value}
+    with pytest.raises(ConfigError, match=f"^{argument} must be ") as caught:
+        Cache.open(**given)
+    assert "characters" not in str(caught.value)
+    assert list(store.list()) == []
+    Cache.open(store, one_group).close()  # and nothing is in the way of who does it right
+
+
+@pytest.mark.parametrize("chunk", [0, None, b"k" * 32, [], "key"])
+def test_what_is_no_chunk(cache: Cache, store: Store, kit: Any, chunk: Any) -> None:
+    (group,) = cache.geometry.groups
+    array = kit.numpy(kit.kv(group), group)
+    for call in (lambda: cache.get(chunk), lambda: cache.put(chunk, {whole(group): array})):
+        with pytest.raises(ConfigError, match=r"^chunk must be a ChunkId, one of those that cache\.chunks"):
+            call()
+    assert list(stored(store)) == []
+
+
+@pytest.mark.parametrize("wrong", [{"key": "k"}, {"parent": b"short"}, {"extras": 5}])
+def test_a_chunk_made_by_hand(cache: Cache, kit: Any, wrong: Any) -> None:
+    right = cache.chunks(kit.TOKENS)[0]
+    fields = {"key": right.key, "parent": right.parent, "tokens": right.tokens, "extras": right.extras, **wrong}
+    with pytest.raises(ConfigError, match=f"^chunk: its {next(iter(wrong))} must be 32 bytes"):
+        cache.get(ChunkId(**fields))
+
+
+@pytest.mark.parametrize("arrays", [np.zeros((4, 3)), [np.zeros((4, 3))], None, "arrays"])
+def test_arrays_without_their_shards(cache: Cache, kit: Any, arrays: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^arrays must be \{Shard: array\}"):
+        cache.put(cache.chunks(kit.TOKENS)[0], arrays)
+
+
+@pytest.mark.parametrize("shard", [5, range(2), "all"])
+def test_what_is_no_shard(cache: Cache, kit: Any, shard: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^shard must be a Shard"):
+        cache.get(cache.chunks(kit.TOKENS)[0], shard)
+
+
+@pytest.mark.parametrize(
+    "extras", ["tenant", 5, None, [5], [("salt",)], [("salt", "text")], [(b"salt", b"x")], lambda index: "tenant"]
+)
+def test_what_are_no_extras(cache: Cache, kit: Any, extras: Any) -> None:
+    for call in (cache.chunks, cache.longest_prefix):
+        with pytest.raises(ConfigError, match=r"^extras must be pairs"):
+            call(kit.TOKENS, extras)

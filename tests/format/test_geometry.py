@@ -67,6 +67,7 @@ BAD_GROUPS = [
     ("heads", True),
     ("heads", g.MAX_HEADS + 1),
     ("parts", ()),
+    ("parts", ("k", "v")),
     ("parts", (Part("k", 1), Part("k", 2))),
     ("parts", tuple(Part(f"p{i}", 1) for i in range(g.MAX_PARTS + 1))),
     ("dtype", "auto"),
@@ -113,7 +114,7 @@ def test_impossible_chunk_sizes_are_refused(tokens: Any) -> None:
 def test_groups_are_one_or_more_of_different_names() -> None:
     """[M7]"""
     many = tuple(dataclasses.replace(FULL, name=f"g{i}") for i in range(g.MAX_GROUPS + 1))
-    for groups in ((), (FULL, FULL), [FULL], many):
+    for groups in ((), (FULL, FULL), [FULL], (5,), many):
         with pytest.raises(GeometryError, match="groups"):
             Geometry(16, groups)  # type: ignore[arg-type]
 

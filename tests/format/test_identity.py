@@ -136,6 +136,7 @@ def test_an_identity_does_not_change_with_its_callers_config(identity: Identity)
         ("config", {"a": 2**53 + 1}),
         ("config", {"a": object()}),
         ("config", {1: 2}),
+        ("geometry", {"chunk_tokens": 4}),
     ],
 )
 def test_what_is_no_identity_is_refused(identity: Identity, field: str, value: Any) -> None:
@@ -166,9 +167,9 @@ def test_the_document_is_readable_and_a_function_of_its_fields(identity: Identit
 
 def test_a_document_that_no_reader_takes_is_not_written(identity: Identity) -> None:
     """[M7]"""
-    for model in ("\ud800", "x" * (MAX_DOCUMENT_BYTES + 1)):
+    for model in ("\ud800", "x" * (MAX_DOCUMENT_BYTES + 1), None, 5):
         with pytest.raises(ConfigError):
-            namespace_document(identity, STORAGE, model)
+            namespace_document(identity, STORAGE, model)  # type: ignore[arg-type]
 
 
 def test_a_large_double_survives_the_document(identity: Identity) -> None:
@@ -190,6 +191,28 @@ def test_a_document_that_does_not_hash_to_its_directory_is_refused(identity: Ide
     assert reason_of(data, "0" * 32) is Reason.WRONG_NAMESPACE
     for old, new in ((b"10000", b"10001"), (b'"bfloat16"', b'"float32"'), (identity.namespace.encode(), b"0" * 32)):
         assert reason_of(data.replace(old, new), identity.namespace) is Reason.WRONG_NAMESPACE
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("model",), None, "model is None, must be text"),
+        (("model",), ..., "namespace.json lacks 'model'"),
+        (("host\n",), "x", r"namespace.json has 'host\n', which does not belong there"),
+        (("identity", "weights"), ..., "identity lacks 'weights'"),
+        (("identity", "tp"), 4, "identity has 'tp', which does not belong there"),
+    ],
+)
+def test_the_member_that_is_wrong_is_named(identity: Identity, path: tuple[str, ...], value: Any, says: str) -> None:
+    document = json.loads(namespace_document(identity, STORAGE, "m"))
+    target = document if len(path) == 1 else document[path[0]]
+    if value is ...:
+        del target[path[-1]]
+    else:
+        target[path[-1]] = value
+    with pytest.raises(FormatError) as caught:
+        parse_namespace_document(json.dumps(document).encode(), identity.namespace)
+    assert str(caught.value) == f"bad-namespace: {says}"
 
 
 CHANGES = [

@@ -195,3 +195,19 @@ def test_no_name_is_a_directory_of_another(fields: list[tuple[bytes, int]]) -> N
 def test_a_salt_that_is_no_text_is_refused(salt: str) -> None:
     with pytest.raises(ConfigError, match="a salt must be text"):
         k.prefix_extras(4, salt=salt)
+
+
+def test_arguments_of_prefix_extras_are_refused_by_name() -> None:
+    for wrong in ([1], [(0, 1)], [(0, 1, "digest")], [(0.5, 1, b"")], 5):
+        with pytest.raises(ConfigError, match=r"^items must be triples"):
+            k.prefix_extras(4, items=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^lora must be"):
+        k.prefix_extras(4, lora="adapter")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^chunk_tokens must be"):
+        k.prefix_extras("4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("extras", ["tenant", None, [("a",)], [("a", "b")], [("\ud800", b"")]])
+def test_what_are_no_extras_is_refused(extras: object) -> None:
+    with pytest.raises(ConfigError, match=r"^extras must be pairs"):
+        k.extras_digest(extras)  # type: ignore[arg-type]

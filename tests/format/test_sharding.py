@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tplayout.errors import GeometryError
+from tplayout.errors import ConfigError, GeometryError
 from tplayout.format.geometry import Group, Part
 from tplayout.format.sharding import (
     Shard,
@@ -39,7 +39,19 @@ def test_heads_of_each_rank(heads: int, tp: int, expected: list[tuple[int, int]]
 
 @pytest.mark.parametrize(
     ("heads", "tp", "rank"),
-    [(3, 2, 0), (8, 3, 0), (6, 4, 1), (4, 6, 0), (0, 1, 0), (4, 0, 0), (4, 2, 2), (4, 2, -1)],
+    [
+        (3, 2, 0),
+        (8, 3, 0),
+        (6, 4, 1),
+        (4, 6, 0),
+        (0, 1, 0),
+        (4, 0, 0),
+        (4, 2, 2),
+        (4, 2, -1),
+        (4, "2", 0),
+        (4, None, 0),
+        (4, 2, 0.0),
+    ],
 )
 def test_sizes_that_no_engine_splits_are_refused(heads: int, tp: int, rank: int) -> None:
     with pytest.raises(GeometryError):
@@ -145,3 +157,9 @@ def test_shards_are_ranges_of_step_one() -> None:
         with pytest.raises(GeometryError):
             Shard(heads, layers)  # type: ignore[arg-type]
     assert whole(group_of(3, (0, 1))) == Shard(range(3), range(2))
+
+
+def test_what_is_no_group_is_refused() -> None:
+    for call in (lambda: shard_of("full", 1, 0), lambda: whole(None)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="group must be a Group"):
+            call()

@@ -202,6 +202,12 @@ def test_a_wrong_timeout(seconds: Any) -> None:
         open_store("/tmp/x", timeout_s=seconds)
 
 
+@pytest.mark.parametrize("nbytes", ["1GiB", -1, True, 1.5, None])
+def test_a_wrong_limit(nbytes: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^max_bytes .*must be a whole number of bytes, 0 for no limit"):
+        open_store("/tmp/x", max_bytes=nbytes)
+
+
 def test_opening_touches_nothing(tmp_path: Path) -> None:
     for url in (f"file://{tmp_path}/x", "s3://bucket/x", "memory://nothing"):
         open_store(url, {"endpoint_url": "http://127.0.0.1:1"} if url.startswith("s3") else None)

@@ -11,8 +11,10 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
+from types import NoneType
 from typing import Any
 
+from tplayout.arguments import check_type
 from tplayout.cache.arrays import as_bits, check_kind, from_bits, read_cells, write_cells
 from tplayout.cache.codec import Codec
 from tplayout.cache.namespace import open_namespace
@@ -32,7 +34,7 @@ from tplayout.format.digest import CellHasher
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
-from tplayout.format.keys import ChunkId, Extras, chain, object_name
+from tplayout.format.keys import KEY_BYTES, ChunkId, Extras, chain, object_name
 from tplayout.format.layout import ChunkLayout, chunk_layout
 from tplayout.format.sharding import Shard, check_cover, whole
 from tplayout.storage.base import Store
@@ -81,8 +83,17 @@ class Cache:
 
         Raises FormatError wrong-secret or wrong-encryption-key when the namespace has another secret or key, or one
         where none is given, or none where one is; NamespaceMismatch naming the field if the document there is another
-        identity's.
+        identity's; ConfigError for an argument of another type, before anything is read or written.
         """
+        check_type("store", store, (Store, str, PathLike), "a Store, or the URL or path of one")
+        check_type(
+            "identity", identity, Identity, "an Identity: describe_model(path) makes that of a model's directory"
+        )
+        check_type("secret", secret, (bytes, NoneType), "bytes")
+        check_type("create", create, bool, "True or False")
+        check_type("model", model, str, "text, the model's name for people")
+        check_type("codec", codec, (str, NoneType), "text, or None for what goes with the encryption key")
+        check_type("encryption_key", encryption_key, (bytes, NoneType), "32 bytes")
         key = None if encryption_key is None else EncryptionKey(encryption_key)
         if isinstance(store, Store):
             if storage_options is not None:
@@ -113,7 +124,8 @@ class Cache:
         """The full chunks of a prompt, in order; the rest of fewer than chunk_tokens has none.
 
         extras: what KV depends on besides tokens: (tag, payload) pairs of every chunk, or a function from a chunk's
-        index to its pairs (see `prefix_extras`). Raises GeometryError for ids that are not 0 .. 2**31-1.
+        index to its pairs (see `prefix_extras`). Raises GeometryError for ids that are not 0 .. 2**31-1, ConfigError
+        for extras that are no such pairs.
         """
         try:
             numbers = list(map(operator.index, tokens))
@@ -150,6 +162,7 @@ class Cache:
         Raises GeometryError for shards that do not tile the group, ConfigError for an array of another dtype or shape,
         FormatError wrong-key for a chunk of another cache. Everything is checked before the first object is stored.
         """
+        _check_chunk(chunk)
         by_group = self._by_group(arrays)
         for index, shards in by_group.items():
             check_cover(self.geometry.groups[index], shards)
@@ -175,6 +188,8 @@ class Cache:
         `put`; bfloat16 and float8 are ml_dtypes' in numpy. Raises NotFound if it is not stored, FormatError if it is
         damaged or misplaced, GeometryError for a shard or group that the geometry does not have.
         """
+        _check_chunk(chunk)
+        check_type("shard", shard, (Shard, NoneType), "a Shard (shard_of gives a rank's), or None for all of the group")
         check_kind(as_)
         index = self._index(group)
         layout = self._layout(index)
@@ -219,6 +234,9 @@ class Cache:
     def _by_group(self, arrays: ShardArrays | Mapping[int | str, ShardArrays]) -> dict[int, ShardArrays]:
         """arrays with groups by index."""
         names = ", ".join(group.name for group in self.geometry.groups)
+        check_type(
+            "arrays", arrays, Mapping, "{Shard: array}, or {group: {Shard: array}}; whole(group) is all of a group"
+        )
         if not arrays:
             raise ConfigError("put: no arrays given")
         plain = [isinstance(key, Shard) for key in arrays]
@@ -260,6 +278,14 @@ class Cache:
             log.warning("tplayout: damaged object: %s", error.at(name))
             return False
         return True
+
+
+def _check_chunk(chunk: ChunkId) -> None:
+    check_type("chunk", chunk, ChunkId, "a ChunkId, one of those that cache.chunks(tokens) returns")
+    for name in ("key", "parent", "extras"):
+        value = getattr(chunk, name)
+        if not isinstance(value, bytes) or len(value) != KEY_BYTES:
+            raise ConfigError(f"chunk: its {name} must be {KEY_BYTES} bytes; take it from cache.chunks(tokens)")
 
 
 def _as_damage(error: StorageError, name: str) -> StorageError | FormatError:

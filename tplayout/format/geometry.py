@@ -69,6 +69,8 @@ class Group:
         _check_int(where + "heads", self.heads, 1, MAX_HEADS)
         if not isinstance(self.parts, tuple) or not 1 <= len(self.parts) <= MAX_PARTS:
             _fail(where + "parts", self.parts, f"a tuple of 1 to {MAX_PARTS} parts")
+        if not all(isinstance(part, Part) for part in self.parts):
+            _fail(where + "parts", self.parts, "a tuple of Parts")
         if len({part.name for part in self.parts}) != len(self.parts):
             _fail(where + "parts", [part.name for part in self.parts], "parts of different names")
         if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
@@ -145,6 +147,8 @@ class Geometry:
         _check_int("chunk_tokens", self.chunk_tokens, 1, MAX_CHUNK_TOKENS)
         if not isinstance(self.groups, tuple) or not 1 <= len(self.groups) <= MAX_GROUPS:
             _fail("groups", self.groups, f"a tuple of 1 to {MAX_GROUPS} groups")
+        if not all(isinstance(group, Group) for group in self.groups):
+            _fail("groups", self.groups, "a tuple of Groups")
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
             _fail("groups", names, "groups of different names")

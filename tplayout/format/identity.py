@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from blake3 import blake3
 
+from tplayout.arguments import check_type
 from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
 from tplayout.format.canonical import canonical_json, parse_json
 from tplayout.format.digest import KEYED, digest_bytes
@@ -49,6 +50,7 @@ class Identity:
                 raise ConfigError(f"identity {name} is {repr(value)[:80]}, must be text of 1 to {_TEXT_LIMIT}")
         if not isinstance(self.config, Mapping):
             raise ConfigError(f"identity config is {type(self.config).__name__}, must be an object")
+        check_type("identity geometry", self.geometry, Geometry, "a Geometry")
         # A copy that later changes do not reach; nested as in the document, which has limits.
         nested = canonical_json({"identity": {"config": self.config}})
         copy = parse_json(nested, len(nested))
@@ -72,8 +74,7 @@ class Identity:
             _bad("identity must be an object")
         if value.get("format") != FORMAT_VERSION or type(value["format"]) is not int:
             _wrong_version(value.get("format"))
-        if value.keys() != _FIELDS:
-            _bad(f"identity fields {sorted(value)}, must be {sorted(_FIELDS)}")
+        _check_fields("identity", value, _FIELDS)
         try:
             geometry = Geometry.from_json(value["geometry"])
             fields = {name: value[name] for name in _FIELDS - {"format", "geometry"}}
@@ -129,6 +130,7 @@ class NamespaceDocument:
 
     def to_bytes(self) -> bytes:
         """Readable JSON; a function of the fields alone. ConfigError for one that no reader would accept."""
+        check_type("model", self.model, str, "text, a name for people")
         canonical_json(self.model)
         document = {
             "tplayout": FORMAT_VERSION,
@@ -161,9 +163,11 @@ def parse_namespace_document(data: bytes | memoryview, expected_namespace: str) 
     version = document.get("tplayout")
     if version != FORMAT_VERSION or type(version) is not int:
         _wrong_version(version)
-    fields = {"tplayout", "model", "namespace", "identity_digest", "storage", "identity"}
-    if document.keys() != fields or not isinstance(document["model"], str):
-        _bad(f"fields {sorted(document)}, must be {sorted(fields)}")
+    _check_fields(
+        "namespace.json", document, {"tplayout", "model", "namespace", "identity_digest", "storage", "identity"}
+    )
+    if not isinstance(document["model"], str):
+        _bad(f"model is {repr(document['model'])[:80]}, must be text")
     storage = _storage_facts(document["storage"])
     identity = Identity.from_json(document["identity"])
     stated = (document["identity_digest"], document["namespace"], expected_namespace)
@@ -212,6 +216,14 @@ def _is_nested(value: Any) -> bool:
 
 def _item(values: list[Any], index: int) -> Any:
     return values[index] if index < len(values) else ABSENT
+
+
+def _check_fields(what: str, document: dict[str, Any], fields: set[str]) -> None:
+    """FormatError bad-namespace that names what is missing, else what does not belong there."""
+    if missing := sorted(fields - document.keys()):
+        _bad(f"{what} lacks {', '.join(map(repr, missing))}")
+    if foreign := sorted(document.keys() - fields):
+        _bad(f"{what} has {', '.join(map(repr, foreign))}, which does not belong there")
 
 
 def _bad(detail: str) -> NoReturn:

@@ -4,13 +4,16 @@ Keys are BLAKE3 in derive_key mode over fixed-length or length-prefixed fields. 
 process seed, on Python's hash() or on an engine's block hashes: two servers agree with nothing to configure.
 """
 
+import operator
 import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 
 from blake3 import blake3
 
+from tplayout.arguments import check_type
 from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
 
 KEY_BYTES = 32
@@ -54,12 +57,21 @@ class ObjectName:
 
 
 def extras_digest(extras: Extras) -> bytes:
-    """32 bytes that stand for an ordered list of (tag, payload); the order matters."""
-    hasher = blake3(struct.pack("<I", len(extras)), derive_key_context=_EXTRAS_CONTEXT)
-    for tag, payload in extras:
-        name = tag.encode("utf-8")
-        hasher.update(struct.pack("<I", len(name)) + name)
-        hasher.update(struct.pack("<Q", len(payload)) + payload)
+    """32 bytes that stand for an ordered list of (tag, payload); the order matters.
+
+    ConfigError for what is no such list.
+    """
+    try:
+        hasher = blake3(struct.pack("<I", len(extras)), derive_key_context=_EXTRAS_CONTEXT)
+        for tag, payload in extras:
+            name = tag.encode("utf-8")
+            hasher.update(struct.pack("<I", len(name)) + name)
+            hasher.update(struct.pack("<Q", len(payload)) + payload)
+    except (AttributeError, TypeError, ValueError):
+        raise ConfigError(
+            "extras must be pairs of a tag (text) and a payload (bytes), or a function from a chunk's index to such; "
+            "prefix_extras makes them for salts, adapters and items"
+        ) from None
     return hasher.digest()
 
 
@@ -84,14 +96,23 @@ def prefix_extras(
 
     lora: digest of the adapter's files. items: (first position in the prefix, positions, content digest).
     salt: of the request. Adapter and salt are in every chunk, an item in the chunks that it touches. Raises
-    ConfigError for a salt that is no text.
+    ConfigError for a salt that is no text, an adapter that is no bytes, items of another form.
     """
+    check_type("chunk_tokens", chunk_tokens, int, "a whole number")
+    check_type("lora", lora, (bytes, NoneType), "the digest of the adapter's files, bytes")
     before = () if lora is None else ((EXTRA_LORA, lora),)
     try:
         behind = () if salt is None else ((EXTRA_SALT, salt.encode("utf-8")),)
     except (AttributeError, UnicodeEncodeError) as error:
         raise ConfigError(f"a salt must be text that UTF-8 can hold: {error}") from None
-    ordered = sorted(items)
+    try:
+        ordered = sorted(
+            (operator.index(at), operator.index(length), bytes(memoryview(digest))) for at, length, digest in items
+        )
+    except (TypeError, ValueError):
+        raise ConfigError(
+            "items must be triples: first position, number of positions, content digest (bytes)"
+        ) from None
 
     def extras(index: int) -> Extras:
         start, stop = index * chunk_tokens, (index + 1) * chunk_tokens

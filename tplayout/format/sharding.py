@@ -7,6 +7,7 @@ Tensor and pipeline parallelism exist only here: nothing that is stored depends 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tplayout.arguments import check_type
 from tplayout.errors import GeometryError
 from tplayout.format.geometry import Group
 
@@ -33,7 +34,8 @@ class Shard:
 
 
 def whole(group: Group) -> Shard:
-    """All cells of a group."""
+    """All cells of a group. ConfigError for what is no group."""
+    _check_group(group)
     return Shard(range(group.heads), range(len(group.layers)))
 
 
@@ -42,8 +44,9 @@ def head_range(num_heads: int, tp_size: int, tp_rank: int) -> range:
 
     Raises GeometryError for sizes that no engine splits (neither divides the other).
     """
-    if num_heads < 1 or tp_size < 1 or not 0 <= tp_rank < tp_size:
-        raise GeometryError(f"no rank {tp_rank} of TP size {tp_size} over {num_heads} KV heads")
+    numbers = all(isinstance(number, int) for number in (num_heads, tp_size, tp_rank))
+    if not numbers or num_heads < 1 or tp_size < 1 or not 0 <= tp_rank < tp_size:
+        raise GeometryError(f"no rank {tp_rank!r} of TP size {tp_size!r} over {num_heads!r} KV heads")
     if num_heads % tp_size == 0:
         each = num_heads // tp_size
         return range(tp_rank * each, (tp_rank + 1) * each)
@@ -84,8 +87,9 @@ def shard_of(group: Group, tp_size: int, tp_rank: int, layer_numbers: Iterable[i
     """The cells of one rank. layer_numbers: the model's layers on its pipeline stage, None for all.
 
     Numbers that are not in the group (other groups' layers) are ignored. Raises GeometryError if what
-    remains is not contiguous in the group.
+    remains is not contiguous in the group, ConfigError for what is no group.
     """
+    _check_group(group)
     heads = head_range(group.heads, tp_size, tp_rank)
     if layer_numbers is None:
         return Shard(heads, range(len(group.layers)))
@@ -98,6 +102,10 @@ def shard_of(group: Group, tp_size: int, tp_rank: int, layer_numbers: Iterable[i
         gap = next(group.layers[position] for position in layers if position not in positions)
         raise GeometryError(f"group {group.name!r}: layers of a rank are not contiguous, {gap} is missing")
     return Shard(heads, layers)
+
+
+def _check_group(group: Group) -> None:
+    check_type("group", group, Group, "a Group, one of identity.geometry.groups")
 
 
 def check_cover(group: Group, shards: Iterable[Shard]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from tplayout.arguments import check_type
 from tplayout.errors import ConfigError
 from tplayout.storage.base import DEFAULT_TIMEOUT_S, Store
 from tplayout.storage.redact import Scrubber, redact
@@ -58,12 +59,16 @@ def open_store(
     """The store at a URL: file:///path or a plain path, s3://bucket/prefix, or any other fsspec URL.
 
     storage_options: as fsspec takes them, credentials among them. timeout_s: the deadline of each operation.
-    max_bytes: what all files of a local store may have together, see `CappedStore`; 0 for no limit.
+    max_bytes: what all files of a local store may have together, see `CappedStore`; 0 for no limit. Nothing is evicted:
+    a full store refuses every put (OverLimit, kind LIMIT). Servers make room, and so does `tplayout gc`.
     Nothing is connected, created or checked on the other side before the first operation. ConfigError."""
     text = _checked_text(url)
     options = _checked_options(storage_options)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 86400:
         raise ConfigError(f"timeout_s {timeout_s!r} must be a number of seconds above 0 and below 86400")
+    check_type("max_bytes", max_bytes, int, "a whole number of bytes, 0 for no limit")
+    if max_bytes < 0:
+        raise ConfigError(f"max_bytes {max_bytes} must be a whole number of bytes, 0 for no limit")
     scheme, rest = _split_scheme(text)
     if scheme in _CACHES or _is_chained(scheme, text):
         raise ConfigError(
