@@ -181,6 +181,12 @@ class Driver:
         """Replace the weights in place by those of another model directory, as trainers do."""
         await self.engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
+    async def op_replace_lora(self, name: str, number: int, path: str) -> bool:
+        """Load an adapter in the place of the one of that number, as vLLM's load_lora_adapter does in place."""
+        from vllm.lora.request import LoRARequest
+
+        return bool(await self.engine.add_lora(LoRARequest(name, number, path, load_inplace=True)))
+
     async def op_shutdown(self) -> None:
         """Shut the engine down in order."""
         self.engine.shutdown()

@@ -45,6 +45,10 @@ class Adapters:
             return None
         return known[1] if known[0] == stamp else None
 
+    def seen(self, lora: Any) -> bytes:
+        """The digest that was given last for the adapter of that number. KeyError if there was none."""
+        return self._seen[lora.lora_int_id][1]
+
 
 def _files(directory: Path) -> list[Path]:
     weights = next((directory / name for name in _WEIGHTS if (directory / name).is_file()), None)

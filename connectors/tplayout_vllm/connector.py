@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from tplayout_vllm.discovery import discover_worker, watch_weights
+from tplayout_vllm.discovery import discover_worker, watches
 from tplayout_vllm.guard import Guarded
 from tplayout_vllm.metadata import StepMetadata, WorkerNews, WorkerReport
 from tplayout_vllm.metrics import TPLayoutStats, prom_metrics
@@ -64,7 +64,7 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
         self._report, found = discover_worker(self._vllm_config, self._kv_cache_config, kv_caches)
-        self._worker.register(found, watch_weights(self._vllm_config, found))
+        self._worker.register(found, *watches(self._vllm_config, found))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._report

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tplayout.errors import ConfigError
 from tplayout.model import FP8_DTYPES
+from tplayout_vllm.adapter_watch import AdapterWatch, adapter_watch
 from tplayout_vllm.blocks import Tables
 from tplayout_vllm.metadata import LayerReport, WorkerReport, this_machine
 from tplayout_vllm.probe import LayoutUnknown, PageLayout, discover_layer
@@ -65,16 +66,17 @@ def discover_worker(
     return WorkerReport(tuple(reports), this_machine()), found
 
 
-def watch_weights(vllm_config: Any, found: Sequence[FoundLayer]) -> WeightWatch | None:
-    """A watch over the weights that make these layers' KV, None for a rank without layers."""
+def watches(vllm_config: Any, found: Sequence[FoundLayer]) -> tuple[WeightWatch | None, AdapterWatch | None]:
+    """Watches over what makes these layers' KV: the weights (None for a rank without layers) and LoRA adapters."""
     modules = vllm_config.compilation_config.static_forward_context
     model = find_model([modules[layer.name] for layer in found]) if found else None
     if model is None:
         if found:
             logger.warning("tplayout: this model's weights cannot be found: do not change them while the server runs")
-        return None
+        return None, None
     config, eplb = vllm_config.model_config, getattr(vllm_config.parallel_config, "enable_eplb", False)
-    return WeightWatch(model, lambda: (config.model, config.revision), experts_move=eplb)
+    weights = WeightWatch(model, lambda: (config.model, config.revision), experts_move=eplb)
+    return weights, adapter_watch(model)
 
 
 def block_tables(kv_cache_config: Any, of_group: tuple[tuple[int, ...], ...]) -> Tables:

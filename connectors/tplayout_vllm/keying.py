@@ -11,6 +11,7 @@ from typing import Any
 
 from tplayout.format.keys import Extras, prefix_extras
 from tplayout_vllm.adapters import Adapters
+from tplayout_vllm.metadata import AdapterRef
 
 ExtrasOf = Callable[[int], Extras]  # from a chunk's index
 
@@ -33,6 +34,11 @@ class Keying:
             if digest is None:
                 return "lora"
         return prefix_extras(self._chunk_tokens, lora=digest, salt=request.cache_salt or None)
+
+    def adapter(self, request: Any) -> AdapterRef | None:
+        """The adapter by whose digest a request was keyed just now."""
+        lora = request.lora_request
+        return None if lora is None else AdapterRef(lora.lora_int_id, self._adapters.seen(lora))
 
 
 def _unkeyable(request: Any) -> str | None:

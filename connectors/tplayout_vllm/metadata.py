@@ -95,25 +95,39 @@ class ChunkCopy:
 
 
 @dataclass(frozen=True)
+class AdapterRef:
+    """A LoRA adapter: vLLM's number for it, and the digest of its files by which requests are keyed."""
+
+    number: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
 class Transfer:
     """Copies of one request and its block tables (one list of block ids a vLLM KV-cache group).
 
-    failed: a load that cannot be made, to be reported as such: the engine waits for its end.
+    adapter: with which it is computed. failed: a load that cannot be made, to be reported as such: the engine waits
+    for its end.
     """
 
     request: str
     tables: tuple[list[int], ...]
     copies: tuple[ChunkCopy, ...]
+    adapter: AdapterRef | None = None
     failed: bool = False
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """The work of one engine step. `staging` is set whenever there is work."""
+    """The work of one engine step. `staging` is set whenever there is work.
+
+    adapters: those of the requests that the step computes.
+    """
 
     staging: StagingRef | None = None
     saves: list[Transfer] = field(default_factory=list)
     loads: list[Transfer] = field(default_factory=list)
+    adapters: tuple[AdapterRef, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from tplayout.staging.stager import SlotRef, Stager
 from tplayout_vllm import search
 from tplayout_vllm.blocks import BlockTables, Tables
 from tplayout_vllm.keying import ExtrasOf, Keying
-from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer
+from tplayout_vllm.metadata import AdapterRef, ChunkCopy, StagingRef, StepMetadata, Transfer
 from tplayout_vllm.metrics import TPLayoutStats
 from tplayout_vllm.placement import Rank
 from tplayout_vllm.prefill_speed import PrefillSpeed
@@ -32,13 +32,14 @@ IDLE_WAIT = 0.005  # seconds; an engine that only waits for the store steps at m
 class Tracked:
     """What is known of one request.
 
-    chunks: ids of its full chunks, extended as tokens come. saved: chunks before this one were dealt with.
-    search: what the store can supply, None before it is asked. claim: tokens [first, last) announced to the engine.
-    loading: their copy is under way. failed: a load failed; do not try again.
+    adapter: the LoRA adapter that it is computed with. chunks: ids of its full chunks, extended as tokens come. saved:
+    chunks before this one were dealt with. search: what the store can supply, None before it is asked. claim: tokens
+    [first, last) announced to the engine. loading: their copy is under way. failed: a load failed; do not try again.
     """
 
     request: Any
     extras: ExtrasOf
+    adapter: AdapterRef | None = None
     chunks: list[ChunkId] = field(default_factory=list)
     saved: int = 0
     search: search.PrefixSearch | None = None
@@ -92,7 +93,7 @@ class SchedulerSide:
         if isinstance(extras, str):
             self._unkeyable[extras] += 1
             return
-        tracked = Tracked(request, extras)
+        tracked = Tracked(request, extras, self._keying.adapter(request))
         self._tracked[request.request_id] = tracked
         if self._may_load(tracked):
             self._search(tracked, local_tokens(request))
@@ -148,7 +149,7 @@ class SchedulerSide:
             for index, slot in found.claim(first, last)
             for copy in self._loads_of(slot, index, first, last, tables)
         ]
-        self._pending.append(Transfer(request.request_id, tables, tuple(copies)))
+        self._pending.append(Transfer(request.request_id, tables, tuple(copies), tracked.adapter))
         tracked.loading = True
         self._loading.add(request.request_id)
         return True
@@ -219,7 +220,13 @@ class SchedulerSide:
         elif not self._pending and self._waiting and not output.num_scheduled_tokens:
             self._counted["idle_steps"] += 1
             self._stager.wait(IDLE_WAIT)
-        return self.planned()
+        meta = self.planned()
+        meta.adapters = self._adapters_of(output.num_scheduled_tokens)
+        return meta
+
+    def _adapters_of(self, requests: Iterable[str]) -> tuple[AdapterRef, ...]:
+        found = (self._tracked[name].adapter for name in requests if name in self._tracked)
+        return tuple({adapter for adapter in found if adapter is not None})
 
     def planned(self) -> StepMetadata:
         """The loads that wait for a step, and the saves of this one: the ranks must hear of every slot that was begun,
@@ -261,7 +268,7 @@ class SchedulerSide:
                 self._stager.abandon_save(SlotRef(copy.slot, copy.generation, copy.groups))
             raise
         if copies:
-            self._planned.append(Transfer(request_id, tables, tuple(copies)))
+            self._planned.append(Transfer(request_id, tables, tuple(copies), tracked.adapter))
 
     def _save_chunks(self, tracked: Tracked, computed: int, tables: BlockTables, copies: list[ChunkCopy]) -> None:
         """Begin the saves of the chunks that this step completes; `copies` gets what the ranks have to copy."""

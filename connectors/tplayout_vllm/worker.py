@@ -19,8 +19,9 @@ from tplayout.format.chunk import chunk_layout
 from tplayout.format.sharding import head_range, writes
 from tplayout.staging.log_limit import LogLimit
 from tplayout.staging.region import Region
+from tplayout_vllm.adapter_watch import AdapterWatch
 from tplayout_vllm.device import HostCopies, StreamCopies, copies_for
-from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer, WorkerNews
+from tplayout_vllm.metadata import AdapterRef, ChunkCopy, StagingRef, StepMetadata, Transfer, WorkerNews
 from tplayout_vllm.pages import Canonical, LayerPages, canonical_view, group_runs
 from tplayout_vllm.probe import PageLayout
 from tplayout_vllm.weight_watch import WeightWatch
@@ -57,20 +58,31 @@ class WorkerSide:
         self._counters: dict[str, float] = {}
         self._limit = LogLimit()
         self._weights: WeightWatch | None = None
+        self._adapters: AdapterWatch | None = None
 
-    def register(self, layers: Sequence[FoundLayer], weights: WeightWatch | None = None) -> None:
-        """Take the layers of this rank; which cells they are is told with the first work. weights: that made them."""
+    def register(
+        self,
+        layers: Sequence[FoundLayer],
+        weights: WeightWatch | None = None,
+        adapters: AdapterWatch | None = None,
+    ) -> None:
+        """Take the layers of this rank; which cells they are is told with the first work.
+
+        weights, adapters: that make their content.
+        """
         self.close()  # of caches that were registered before
         self._layers = layers
-        self._weights = weights
+        self._weights, self._adapters = weights, adapters
         self._copies = copies_for(layers[0].cache.device if layers else torch.device("cpu"))
 
     def load(self, step: StepMetadata) -> None:
         """Copy this step's loads from their slots into the pages. What fails is reported, never raised."""
+        for adapter in step.adapters:  # what they are is known from the first step on that computes with them
+            self._agrees(adapter)
         usable = self._check_weights() if step.loads else _always
         for transfer in step.loads:
             started = time.perf_counter()
-            failed = transfer.failed
+            failed = transfer.failed or not self._may_load(transfer.adapter)
             try:
                 if not failed:
                     self._scatter(self._attach(step.staging), transfer)
@@ -95,7 +107,7 @@ class WorkerSide:
             staging = None
             try:
                 staging = self._attach(step.staging)
-                self._gather(staging, transfer, usable)
+                self._gather(staging, transfer, usable if self._agrees(transfer.adapter) else _never)
             except Exception:
                 self._log("saving request %s failed, its chunks are not stored", transfer)
                 self._give_up(staging, transfer)
@@ -136,6 +148,29 @@ class WorkerSide:
         except Exception:
             logger.exception("tplayout: the weights cannot be compared with what they were; nothing is copied")
             return _never
+
+    def _may_load(self, adapter: AdapterRef | None) -> bool:
+        """An adapter that is not loaded yet is read from the files by which the request was keyed."""
+        not_yet = adapter is not None and self._adapters is not None and not self._adapters.loaded(adapter)
+        return not_yet or self._agrees(adapter)
+
+    def _agrees(self, adapter: AdapterRef | None) -> bool:
+        """Whether this rank computes with what the request was keyed by."""
+        if adapter is None:
+            return True
+        try:
+            if self._adapters is not None and self._adapters.agrees(adapter):
+                return True
+        except Exception:
+            logger.exception("tplayout: LoRA adapter %d cannot be looked at", adapter.number)
+        more = self._limit.allow("adapter")
+        if more is not None:
+            logger.warning(
+                "tplayout: LoRA adapter %d is not what its files were when a request came in; what it computes is not "
+                "stored, nor loaded into%s",
+                *(adapter.number, more),
+            )
+        return False
 
     def _count(self, name: str, value: float) -> None:
         self._counters[name] = self._counters.get(name, 0) + value

@@ -1,6 +1,7 @@
 """LoRA adapters are told apart by what they are, not by name, number or path."""
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,32 @@ def test_another_tp_size(
     args = engine_args("llama", 2, block_size=32, **LORA, **offload(f"file://{root}"))
     with engine(args, logs / "lora-tp2.log") as running:
         check_each(running, {**adapters, "a": ("renamed", 3, str(directory / "copy-of-a"))}, prompt, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.row(
+    "LoRA", "an adapter that is replaced in place while a request runs: what it computes then is not stored"
+)
+def test_an_adapter_that_is_replaced_in_place(tmp_path: Path, logs: Path) -> None:
+    """Of a request in whose middle another version was loaded only what the first one computed is found again."""
+    versions = [str(lora_adapter(tmp_path / f"v{number}", number)) for number in (1, 2)]
+    first: Adapter = ("one", 1, versions[0])
+    args = engine_args("llama", 1, block_size=32, max_num_batched_tokens=32, **LORA)
+    args |= offload(f"file://{tmp_path / 'store'}", chunk_tokens=64)
+    with engine(args, logs / "lora-in-place.log") as running:
+        for seed in range(5):
+            prompt = noise(1900, 20 + seed)
+            running.call("replace_lora", name="one", number=1, path=versions[0])
+            request = running.submit(prompt, lora=first)
+            time.sleep(0.2 + 0.1 * seed)
+            running.call("replace_lora", name="one", number=1, path=versions[1])
+            request.result()
+            running.call("replace_lora", name="one", number=1, path=versions[0])
+            cold = running.generate(prompt, lora=first, salt=f"cold {seed}")
+            time.sleep(2)  # what is to be stored is
+            forget(running)
+            again = running.generate(prompt, lora=first)
+            assert_same(again, cold)
+            if 0 < again.cached < 1900 // 64 * 64:
+                return
+    pytest.fail("no adapter was replaced in the middle of a request")

@@ -1,6 +1,7 @@
 """What the scheduler's side decides, one call at a time; whole engines are in test_engine_*.py."""
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,6 +175,25 @@ def test_blocks_that_a_load_fills_in_part_are_zeroed_by_the_engine(tokens: int, 
     assert deciding.filled("r") == groups
     deciding.allocated(one, ([1, 2, 3, 4, 5],), 8)
     assert deciding.filled("r") == deciding.filled("unknown") == ()
+
+
+def test_workers_hear_of_the_adapter_with_each_step_and_each_copy(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    lora = SimpleNamespace(lora_int_id=5, lora_path=str(tmp_path))
+    stager = FakeStager(ready=1)
+    deciding, one = side(stager), request(33, lora_request=lora)
+    add(deciding, one)
+    assert deciding.matched(one, 0) == 16
+    deciding.allocated(one, ([1, 2, 3, 4, 5],), 16)
+    (load,) = deciding.step(output()).loads
+    assert load.adapter is not None
+    assert load.adapter.number == 5
+    deciding.loads_ended({"r"}, set())
+    meta = deciding.step(output({"r": 33}))
+    assert meta.adapters == (load.adapter,)
+    assert [save.adapter for save in meta.saves] == [load.adapter]
+    assert deciding.step(output({"other": 1})).adapters == ()
 
 
 def test_a_request_that_got_no_blocks_for_a_hit_lets_go() -> None:

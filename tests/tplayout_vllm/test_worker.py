@@ -13,7 +13,7 @@ from sim_model import DelayedCopies, Rank, SimModel, Text, layer_name
 
 from tplayout.format.chunk import chunk_layout
 from tplayout.staging.region import Region, RegionPlan
-from tplayout_vllm.metadata import ChunkCopy, StagingRef, StepMetadata, Transfer, WorkerNews, WorkerReport
+from tplayout_vllm.metadata import AdapterRef, ChunkCopy, StagingRef, StepMetadata, Transfer, WorkerNews, WorkerReport
 from tplayout_vllm.placement import Placement, place
 
 MODEL = SimModel((None, 64), heads=4)
@@ -300,3 +300,62 @@ def test_caches_that_are_registered_again_end_the_copies_of_the_first(monkeypatc
     side.register(side._layers)
     assert side.take_results() == ({"r"}, set())
     assert side._copies is not copies
+
+
+class Adapters:
+    """A watch that says what it is told to."""
+
+    def __init__(self, agrees: bool, loaded: bool = True) -> None:
+        self._agrees, self._loaded = agrees, loaded
+        self.asked: list[AdapterRef] = []
+
+    def agrees(self, adapter: AdapterRef) -> bool:
+        self.asked.append(adapter)
+        return self._agrees
+
+    def loaded(self, adapter: AdapterRef) -> bool:
+        return self._loaded
+
+
+ADAPTER = AdapterRef(3, bytes(32))
+
+
+def adapted(kind: str, ref: StagingRef, copy: ChunkCopy) -> StepMetadata:
+    return StepMetadata(ref, **{kind: [Transfer("r", TABLES, (copy,), ADAPTER)]}, adapters=(ADAPTER,))
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_what_another_version_of_an_adapter_computed_is_not_stored(agrees: bool) -> None:
+    machine = Machine(1)
+    machine.compute(CHUNK)
+    side = machine.ranks[0].side
+    side._adapters = Adapters(agrees)
+    side.save(adapted("saves", machine.ref(), ChunkCopy(1, 7, 0, 0, CHUNK, (0, 1))))
+    assert machine.region.settled(1, 0, 7)
+    assert machine.region.marked(1, 0, 7) is agrees
+
+
+@pytest.mark.parametrize(
+    ("agrees", "loaded", "failed"), [(True, True, set()), (False, True, {"r"}), (False, False, set())]
+)
+def test_nothing_is_loaded_into_a_request_of_another_version(agrees: bool, loaded: bool, failed: set[str]) -> None:
+    machine = Machine(1)
+    side = machine.ranks[0].side
+    side._adapters = Adapters(agrees, loaded)
+    side.load(adapted("loads", machine.ref(), ChunkCopy(2, 1, 0, 0, CHUNK, (0, 1))))
+    assert side.take_results() == ({"r"}, failed)
+
+
+def test_adapters_are_looked_at_from_the_first_step_on() -> None:
+    side = Machine(1).ranks[0].side
+    watch = side._adapters = Adapters(True)
+    side.load(StepMetadata(adapters=(ADAPTER,)))
+    assert watch.asked == [ADAPTER]
+
+
+def test_an_adapter_that_cannot_be_looked_at_is_not_stored(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine(1)
+    machine.compute(CHUNK)
+    machine.ranks[0].side.save(adapted("saves", machine.ref(), ChunkCopy(1, 7, 0, 0, CHUNK, (0, 1))))
+    assert not machine.region.marked(1, 0, 7)
+    assert "LoRA adapter 3" in caplog.text
