@@ -12,7 +12,7 @@ from tplayout.admin.catalog import Secrets
 from tplayout.admin.chains import build_index
 from tplayout.admin.namespaces import begin_namespace, open_namespace
 from tplayout.admin.work import Work
-from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, NotFound, Reason, Unavailable
+from tplayout.errors import ConfigError, FormatError, NotFound, Reason, Unavailable
 from tplayout.format.keys import object_name
 
 SECRET = b"0123456789abcdef"
@@ -102,12 +102,20 @@ def test_keyed_bundles_need_their_secret(kit, store, target, file):
     assert kit.content(target) == kit.content(store)
 
 
-def test_a_store_with_another_secret_is_refused(kit, store, target, file):
+def test_a_store_without_the_secret_that_is_given_is_refused(kit, store, target, file):
     namespace, _ = kit.fill(store, kit.identity(), secret=SECRET)
     kit.fill(target, namespace.identity)
     export_prefixes(build_index(namespace), None, file)
-    with pytest.raises(NamespaceMismatch):
+    with pytest.raises(ConfigError, match="written without a secret"):
         import_bundle(file, target, Secrets(SECRET))
+
+
+def test_what_was_exported_without_a_secret_is_verified_and_then_keyed(kit, store, make_store, target, file):
+    namespace, _ = kit.fill(store, kit.identity())
+    reference, _ = kit.fill(make_store("reference"), namespace.identity, secret=SECRET)
+    export_prefixes(build_index(namespace), None, file)
+    assert not import_bundle(file, target, Secrets(SECRET)).keyed
+    assert kit.content(target) == kit.content(reference.store)
 
 
 def archive(path, *members) -> None:

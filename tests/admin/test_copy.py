@@ -103,11 +103,29 @@ def test_dry_runs_write_nothing(filled, target):
     assert not list(target.list())
 
 
-def test_a_target_with_another_secret_is_refused(kit, store, target):
+def test_a_target_without_the_secret_that_is_given_is_refused(kit, store, target):
     namespace, _ = kit.fill(store, kit.identity(), secret=SECRET)
     begin_namespace(target, namespace.identity, "")
-    with pytest.raises(NamespaceMismatch, match="storage"):
+    with pytest.raises(ConfigError, match=r"written without a secret .* take another store, or leave out the secret"):
         copy_namespace(namespace, target, Secrets(SECRET))
+
+
+@pytest.mark.parametrize("codec", [None, "shuffle-zstd"])
+def test_what_was_written_without_a_secret_is_verified_and_then_keyed(kit, store, make_store, codec):
+    """The copy is, bit for bit, what a server with the secret would have written."""
+    origin, _ = kit.fill(store, kit.identity(kit.group(parts=WIDE)), codec=codec)
+    reference, _ = kit.fill(make_store("reference"), origin.identity, secret=SECRET, codec=codec)
+    keyed = make_store("keyed")
+    (head, *_) = (path[0] for path in build_index(origin).prefixes())
+    flip(store, object_name(origin.name, head, 0))
+    report = copy_namespace(origin, keyed, Secrets(SECRET), work=Work(jobs=2))
+    assert (report.copied, list(report.damaged)) == (4, [object_name(origin.name, head, 0)])
+    expected = kit.content(reference.store)
+    del expected[object_name(origin.name, head, 0)]
+    assert kit.content(keyed) == expected
+    assert copy_namespace(origin, keyed, Secrets(SECRET)).present == 4
+    with pytest.raises(ConfigError, match="--secret-key-file"):
+        copy_namespace(origin, keyed)
 
 
 def test_keyed_namespaces_are_copied_with_their_secret(kit, store, target):

@@ -56,6 +56,13 @@ class World:
             for name, data in files.items():
                 assert not [text for text in texts if text in data], name
 
+    def shards(self) -> Path:
+        """Per-rank shards of the same."""
+        path = self.path / "shards"
+        if not path.exists():
+            ask("convert", self.url, path, "--tp", 2, *self.with_key)
+        return path
+
     def plain(self) -> Path:
         """The same, not encrypted."""
         path = self.path / "plain"
@@ -235,13 +242,69 @@ def test_encrypting_and_decrypting(world: World) -> None:
     world.nothing_plain_in(world.path / "copied")
     ask("convert", world.path / "sealed", world.path / "opened", "--codec", "none", *world.with_key)
     assert content(world.path / "opened") == content(plain)
-    ask("convert", world.path / "sealed", world.path / "packed", "--codec", "shuffle-zstd", *world.with_key)
-    assert ask("ls", world.path / "packed")["namespaces"][0]["codec"] == "shuffle-zstd"
     ask("convert", world.path / "sealed", world.path / "eight", "--chunk-tokens", 8, *world.with_key)
     world.nothing_plain_in(world.path / "eight")
     assert ask("verify", world.path / "eight", *world.with_key)["checked"] == 5
-    ask("cp", plain, world.path / "as it is", *world.with_key)
-    assert content(world.path / "as it is") == content(plain)
+
+
+def encrypting(world: World, source: Path, bundle: Path, to: Path) -> list[list[Any]]:
+    """Every verb that writes a store, without its key."""
+    return [
+        ["cp", source, to],
+        ["mv", source, to, "--yes"],
+        ["import", bundle, to],
+        ["convert", source, to, "--codec", "aes-256-gcm"],
+        ["convert", source, to, "--chunk-tokens", 8],
+        ["convert", world.shards(), to],
+    ]
+
+
+@pytest.mark.parametrize("way", ["option", "environment"])
+@pytest.mark.parametrize("number", range(6))
+def test_who_gives_a_key_finds_nothing_in_clear(world: World, monkeypatch, way: str, number: int) -> None:
+    """One rule for all verbs that write: encrypted with it, or refused, and never in clear."""
+    plain, bundle, to = world.plain(), world.path / "bundle", world.path / "to"
+    ask("export", plain, bundle)
+    arguments = encrypting(world, plain, bundle, to)[number]
+    if way == "environment":
+        monkeypatch.setenv("TPLAYOUT_ENCRYPTION_KEY", KEY.hex())
+        ask(*arguments)
+    else:
+        ask(*arguments, *world.with_key)
+    assert [space["encryption_key_id"] for space in ask("ls", to)["namespaces"]] == [KEY_ID]
+    world.nothing_plain_in(to)
+    report = ask("verify", to, *world.with_key)
+    assert (report["checked"] > 0, report["sound"], report["undecrypted"]) == (True, True, 0)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_who_gives_a_key_writes_nothing_into_what_is_in_clear(world: World, number: int) -> None:
+    plain, bundle, to = world.plain(), world.path / "bundle", world.path / "to"
+    ask("export", plain, bundle)
+    arguments = encrypting(world, plain, bundle, to)[number]
+    ask("cp", plain, to)
+    ask("convert", plain, to, "--chunk-tokens", 8)
+    before = content(to)
+    line = refused(*arguments, *world.with_key)
+    assert ("is not encrypted" in line, "leave out the key" in line) == (True, True)
+    assert content(to) == before
+
+
+@pytest.mark.parametrize("codec", ["none", "shuffle-zstd"])
+@pytest.mark.parametrize("more", [[], ["--chunk-tokens", 8]])
+def test_a_codec_that_does_not_encrypt_contradicts_a_key(world: World, codec: str, more: list[Any]) -> None:
+    line = refused("convert", world.plain(), world.path / "to", "--codec", codec, *more, *world.with_key)
+    assert (f"codec {codec} does not encrypt" in line, "leave out the key" in line) == (True, True)
+    if codec != "none":
+        line = refused("convert", world.url, world.path / "to", "--codec", codec, *more, *world.with_key)
+        assert "`--codec none` decrypts" in line
+    assert not (world.path / "to").exists()
+
+
+def test_a_bundle_is_as_the_store_is(world: World) -> None:
+    line = refused("export", world.plain(), world.path / "bundle", *world.with_key)
+    assert ("is not encrypted" in line, "tplayout cp" in line) == (True, True)
+    assert not (world.path / "bundle").exists()
 
 
 def test_nothing_is_decrypted_unasked(world: World) -> None:

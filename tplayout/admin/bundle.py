@@ -15,8 +15,9 @@ from tplayout.admin.catalog import NO_SECRETS, Secrets
 from tplayout.admin.chains import Index
 from tplayout.admin.convert import path_to
 from tplayout.admin.local_files import NewFile, ReadFile, os_errors
-from tplayout.admin.namespaces import OpenNamespace, begin_copy, check_encrypted, check_same_digests, unwritten
+from tplayout.admin.namespaces import OpenNamespace, begin_namespace, unwritten
 from tplayout.admin.parallel import in_order
+from tplayout.admin.transfer import resealed
 from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import FormatError, NotFound, Reason, Unavailable
 from tplayout.format.chunk import Buffer
@@ -29,13 +30,17 @@ _BLOCK = tarfile.BLOCKSIZE
 
 @dataclass
 class Bundled:
-    """What was written to or read from a file. prefixes: of an export; present: objects that the store had."""
+    """What was written to or read from a file. prefixes: of an export; present: objects that the store had.
+
+    keyed: whether the digests of what was read need a secret.
+    """
 
     namespace: str = ""
     prefixes: int = 0
     objects: int = 0
     present: int = 0
     nbytes: int = 0
+    keyed: bool = False
     damaged: dict[str, str] = field(default_factory=dict)
 
 
@@ -100,19 +105,16 @@ def import_bundle(file: Path, store: Store, secrets: Secrets = NO_SECRETS, work:
     """Put a file's objects into a store, verified; what the store has with the right size is skipped.
 
     secrets: of the file and of the store. Damaged objects are named and left out. Raises FormatError for what is no
-    bundle, NamespaceMismatch if the store has the namespace with another digest or secret, ConfigError if it would not
-    encrypt what the file does, StorageError.
+    bundle, as `begin_namespace`, StorageError.
     """
     with os_errors():
         opened = ReadFile(file)
     with opened:
         members = list(read_members(opened))
         document = _document(opened, members)
-        check_same_digests(store, document)
-        inside = unwritten(store, document, secrets)
-        target = begin_copy(store, document, secrets, work.dry_run)
-        check_encrypted(document, target)
-        done = Bundled(target.name)
+        inside, facts = unwritten(store, document, secrets), document.storage
+        target = begin_namespace(store, document.identity, document.model, secrets, None, work.dry_run, facts)
+        done = Bundled(target.name, keyed=facts.key_id is not None)
         there = {info.key: info.size for info in store.list(f"{target.name}/")}
 
         def one(member: _Member) -> Bundled:
@@ -139,7 +141,7 @@ def _put(
 ) -> int:
     """Verify one member's object, and store it if there is a target; its bytes there. Raises FormatError.
 
-    inside: the namespace as the file has it; its codec may be another than the target's.
+    inside: the namespace as the file has it, which may be another way than the target's.
     """
     sizes = inside.codec.sizes(inside.layout(name.group_index))
     if member.size not in sizes:
@@ -152,7 +154,7 @@ def _put(
     if target.stored_as == inside.stored_as:
         target.store.put(member.name, data)
         return member.size
-    return target.write(name.key, name.group_index, plain)
+    return target.write(name.key, name.group_index, resealed(plain, inside, target, name.group_index))
 
 
 def _span(sizes: range) -> str:

@@ -137,7 +137,7 @@ def scan(store: Store, namespace: str | None = None) -> Catalog:
     """
     catalog = Catalog({}, [], [])
     try:
-        for info in store.list("" if namespace is None else _checked(namespace)):
+        for info in store.list("" if namespace is None else checked_beginning(namespace)):
             _sort_in(catalog, info)
     except NotFound as error:  # not an object: the bucket
         raise Unavailable(error.detail) from None
@@ -217,7 +217,8 @@ def by_key(objects: Iterable[Stored]) -> Mapping[bytes, list[Stored]]:
     return chunks
 
 
-def _checked(namespace: str) -> str:
+def checked_beginning(namespace: str) -> str:
+    """The first digits of a namespace's name as it has them. Raises ConfigError for what can be none."""
     text = namespace.strip("/").lower()
     if not _SOME_HEX.fullmatch(text):
         raise ConfigError(f"namespace {namespace!r} must be 4 to 32 hex digits; `tplayout ls URL` lists them")

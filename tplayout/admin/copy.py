@@ -13,14 +13,12 @@ from dataclasses import dataclass, field, replace
 from tplayout.admin.catalog import NO_SECRETS, RESERVED, Secrets
 from tplayout.admin.chains import Index, build_index
 from tplayout.admin.convert import Report, path_to
-from tplayout.admin.namespaces import OpenNamespace, begin_copy, check_codec_of, check_encrypted, check_same_digests
+from tplayout.admin.namespaces import OpenNamespace, begin_namespace
 from tplayout.admin.parallel import in_order
-from tplayout.admin.transfer import Tally
+from tplayout.admin.transfer import Tally, resealed
 from tplayout.admin.work import SIMPLY, Work
-from tplayout.cache.codec import begun_codec
 from tplayout.errors import ConfigError, FormatError, NotFound
 from tplayout.format.keys import namespace_object
-from tplayout.format.layout import CODEC_AES_256_GCM
 from tplayout.storage.base import Store
 
 Place = tuple[bytes, int, int]  # key of a chunk, index of a group, bytes of the object in the source
@@ -93,11 +91,10 @@ def copy_namespace(
 
     recheck: read and verify what is there already, and replace it if it is damaged; else its size must do.
     index: of the namespace, needed for keys. codec: that the target must have; None for that which it has, or the
-    source's. secrets: of the target; its encryption key may be left out, and is the source's then. Raises
-    NamespaceMismatch if the target stores the namespace with another digest or secret, or another codec than was asked
-    for; ConfigError if it does not encrypt what the source does; StorageError.
+    source's. secrets: of the target; its encryption key may be left out, and is the source's then. Where the target has
+    other digests, as for a secret that the source does not have, what was verified is digested anew. Raises as
+    `begin_namespace`, StorageError.
     """
-    check_same_digests(target, origin.document)
     opened = _opened(origin, target, secrets, work.dry_run, codec)
     there = {info.key: info.size for info in target.list(f"{origin.name}/")}
     if keys is None:
@@ -130,7 +127,8 @@ def _copy(origin: OpenNamespace, target: OpenNamespace, place: Place) -> Copied:
     name = origin.object_name(key, group)
     try:
         if target.stored_as != origin.stored_as:
-            return Copied(copied=1, read=size, nbytes=target.write(key, group, origin.read(key, group)))
+            plain = resealed(origin.read(key, group), origin, target, group)
+            return Copied(copied=1, read=size, nbytes=target.write(key, group, plain))
         data = origin.read_stored(key, group)
     except NotFound:
         return Copied()
@@ -167,7 +165,6 @@ def move_namespace(
     secrets: Secrets = NO_SECRETS,
     keys: Sequence[bytes] | None = None,
     work: Work = SIMPLY,
-    codec: str | None = None,
 ) -> Copied:
     """Copy, then delete from the source what is sound at the destination; tails first, namespace.json last.
 
@@ -185,7 +182,6 @@ def move_namespace(
         index,
         work,
         recheck=True,
-        codec=codec,
     )
     copied.damaged = index.reasons() | copied.damaged
     depths = index.depths()
@@ -206,19 +202,9 @@ def move_namespace(
 
 def _opened(origin: OpenNamespace, target: Store, secrets: Secrets, dry_run: bool, codec: str | None) -> OpenNamespace:
     """The namespace at the target, begun there if it is not; a dry run writes nothing."""
-    secrets = replace(secrets, encryption_key=secrets.encryption_key or origin.encryption_key)
-    own = secrets.encryption_key if (codec or origin.codec.name) == CODEC_AES_256_GCM else None
-    facts = replace(
-        origin.document.storage,
-        codec=begun_codec(codec or origin.codec.name, own),
-        encryption_key_id=None if own is None else own.id,
-    )
-    document = replace(origin.document, storage=facts)
-    opened = begin_copy(target, document, secrets, dry_run)
-    check_encrypted(document, opened)
-    if codec is not None:
-        check_codec_of(opened, codec)
-    return opened
+    own = replace(secrets, encryption_key=secrets.encryption_key or origin.encryption_key)
+    document = origin.document
+    return begin_namespace(target, document.identity, document.model, own, codec, dry_run, document.storage)
 
 
 def _places(index: Index, keys: Sequence[bytes]) -> list[Place]:

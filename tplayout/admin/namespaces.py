@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from tplayout.admin.catalog import NO_SECRETS, Secrets, hasher_of, key_of
+from tplayout.admin.catalog import NO_SECRETS, Secrets, checked_beginning, hasher_of, key_of
 from tplayout.cache.codec import Codec, begun_codec, make_codec, require
-from tplayout.cache.namespace import check_document, read_document
+from tplayout.cache.namespace import read_document
 from tplayout.cache.packing import plain_store
 from tplayout.errors import (
     ConfigError,
@@ -24,11 +24,11 @@ from tplayout.errors import (
     StorageErrorKind,
 )
 from tplayout.format.chunk import Buffer, read_chunk_id, verify
-from tplayout.format.digest import CellHasher, make_hasher
+from tplayout.format.digest import KEYED, XXH3, CellHasher, secret_id
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
 from tplayout.format.keys import ChunkId, ObjectName, namespace_object, object_name, parse_object_name
-from tplayout.format.layout import ChunkLayout, chunk_layout
+from tplayout.format.layout import CODEC_AES_256_GCM, CODEC_NONE, ChunkLayout, chunk_layout
 from tplayout.storage.base import ObjectInfo, Store
 
 _DOCUMENT = re.compile(r"([0-9a-f]{32})/namespace\.json")
@@ -74,9 +74,9 @@ class OpenNamespace:
         return make_codec(facts.codec, self.hasher, facts.encryption_key_id, self.encryption_key)
 
     @property
-    def stored_as(self) -> tuple[str, str | None]:
-        """Codec and id of the encryption key: what decides whether stored bytes mean the same elsewhere."""
-        return self.document.storage.codec, self.document.storage.encryption_key_id
+    def stored_as(self) -> StorageFacts:
+        """Digest, codec and keys: what decides whether stored bytes mean the same elsewhere."""
+        return self.document.storage
 
     @cached_property
     def _plain(self) -> Store:
@@ -184,15 +184,21 @@ def _document(store: Store, name: str) -> NamespaceDocument:
 
 
 def choose_namespace(store: Store, wanted: str | None, secrets: Secrets = NO_SECRETS) -> OpenNamespace:
-    """The namespace whose name starts with `wanted`, or the only one. Raises ConfigError that lists them."""
+    """The namespace whose name begins with `wanted`, or the only one.
+
+    Raises NotFound if there is none, ConfigError if there are several, with their names; as `open_namespace`.
+    """
     there = names(store)
-    fitting = [name for name in there if name.startswith(wanted or "")]
+    begin = None if wanted is None else checked_beginning(wanted)
+    fitting = [name for name in there if name.startswith(begin or "")]
     if len(fitting) == 1:
         return open_namespace(store, fitting[0], secrets)
     if not there:
         raise NotFound(f"{store.url}: no namespace is stored here")
-    which = f"{len(fitting)} namespaces start with {wanted!r}" if wanted else f"there are {len(there)} namespaces"
-    raise ConfigError(f"{store.url}: {which}, name one: {', '.join((fitting or there)[:20])}")
+    if not fitting:
+        raise NotFound(f"{store.url}: no namespace begins with {wanted!r}; there are {', '.join(there[:20])}")
+    which = f"{len(fitting)} namespaces begin with {wanted!r}" if wanted else f"there are {len(there)} namespaces"
+    raise ConfigError(f"{store.url}: {which}, name one: {', '.join(fitting[:20])}")
 
 
 def begin_namespace(
@@ -202,51 +208,61 @@ def begin_namespace(
     secrets: Secrets = NO_SECRETS,
     codec: str | None = None,
     dry_run: bool = False,
+    source: StorageFacts | None = None,
 ) -> OpenNamespace:
-    """The identity's namespace, written if it is not there, with keyed digests if there is a secret, encrypted if there
-    is a key. A dry run writes nothing.
+    """The identity's namespace to be written to, begun if it is not there. A dry run writes nothing.
 
-    codec: that it must have; None for that which it has, or that which goes with the key. Raises as `open_namespace`,
-    and NamespaceMismatch if it is there in another codec, or without keyed digests although there is a secret;
-    ConfigError if it is not encrypted although there is a key.
+    The rule of all verbs that write: what is written is encrypted with the key that is given, and its digests are keyed
+    with the secret that is given. Who asks for the codec none decrypts what `source` has encrypted; nothing else does.
+
+    codec: that it must have; None for that which it has. source: how what will be written is stored now, None if that
+    is no namespace; one that is begun is stored alike as far as the rule allows. Raises as `open_namespace`, and
+    ConfigError if the namespace is there and not encrypted, or not keyed, as it must be, or if the codec does not go
+    with the key; NamespaceMismatch if it is there in another codec.
     """
-    document = new_document(identity, model, secrets, codec)
-    found = begin_copy(store, document, secrets, dry_run)
-    check_encrypted(document, found)
-    if codec is not None:
-        check_codec_of(found, codec)
-    if secrets.secret is not None and found.hasher.key_id is None:
-        raise NamespaceMismatch("storage.digest", document.storage.digest, found.document.storage.digest)
+    document = NamespaceDocument(identity, written_facts(secrets, codec, source), model)
+    found = _begin(store, document, secrets, dry_run)
+    theirs = found.document.storage
+    there = f"namespace {found.name} is there in {store.url}, and"
+    if document.storage.encryption_key_id is not None and theirs.encryption_key_id is None:
+        raise ConfigError(
+            f"{there} is not encrypted (codec {theirs.codec}): nothing is written to it with a key; take another "
+            "store, or leave out the key (--encryption-key-file, TPLAYOUT_ENCRYPTION_KEY); "
+            "`tplayout convert --codec none` decrypts"
+        )
+    if document.storage.key_id is not None and theirs.key_id is None:
+        raise ConfigError(
+            f"{there} was written without a secret (digest {theirs.digest}): nothing is written to it with one; take "
+            "another store, or leave out the secret (--secret-key-file, TPLAYOUT_SECRET_KEY)"
+        )
+    if codec not in (None, theirs.codec):
+        raise NamespaceMismatch("storage.codec", codec, theirs.codec)
     return found
 
 
-def check_encrypted(wanted: NamespaceDocument, found: OpenNamespace) -> None:
-    """ConfigError if a namespace that was to be encrypted is not: nothing is decrypted unasked."""
-    if wanted.storage.encryption_key_id is not None and found.encryption_key is None:
-        raise ConfigError(
-            f"namespace {found.name} is there in {found.store.url}, and is not encrypted (codec {found.codec.name}): "
-            "nothing is written to it; take another store, or `tplayout convert --codec none` to decrypt"
+def written_facts(secrets: Secrets, codec: str | None = None, source: StorageFacts | None = None) -> StorageFacts:
+    """How a namespace is begun; see `begin_namespace`. Raises ConfigError where codec and key contradict each other."""
+    key = secrets.encryption_key
+    encrypted = source is not None and source.encryption_key_id is not None
+    if encrypted and codec == CODEC_NONE:
+        key = None
+    if key is not None and codec not in (None, CODEC_AES_256_GCM):
+        way = (
+            "`--codec none` decrypts, and what is plain can be converted again"
+            if encrypted
+            else "leave out the key (--encryption-key-file, TPLAYOUT_ENCRYPTION_KEY)"
         )
+        raise ConfigError(f"codec {codec} does not encrypt, and there is an encryption key: {way}, or take aes-256-gcm")
+    if key is None and codec is None and source is not None:
+        codec = source.codec
+    digest, key_id = (XXH3, None) if source is None else (source.digest, source.key_id)
+    if secrets.secret is not None:
+        digest, key_id = KEYED, secret_id(secrets.secret)
+    return StorageFacts(digest, key_id, begun_codec(codec, key), None if key is None else key.id)
 
 
-def check_codec_of(namespace: OpenNamespace, codec: str) -> None:
-    """NamespaceMismatch if the namespace has another codec."""
-    if namespace.codec.name != codec:
-        raise NamespaceMismatch("storage.codec", codec, namespace.codec.name)
-
-
-def new_document(identity: Identity, model: str, secrets: Secrets, codec: str | None = None) -> NamespaceDocument:
-    """What a new namespace of this identity says of itself. Raises ConfigError as `begun_codec`."""
-    hasher, key = make_hasher(None, secrets.secret), secrets.encryption_key
-    facts = StorageFacts(hasher.name, hasher.key_id, begun_codec(codec, key), None if key is None else key.id)
-    return NamespaceDocument(identity, facts, model)
-
-
-def begin_copy(store: Store, document: NamespaceDocument, secrets: Secrets, dry_run: bool = False) -> OpenNamespace:
-    """The document's namespace, written as it is if nothing is there, else what is there; see `open_namespace`.
-
-    A dry run writes nothing.
-    """
+def _begin(store: Store, document: NamespaceDocument, secrets: Secrets, dry_run: bool) -> OpenNamespace:
+    """The document's namespace, written as it is if nothing is there, else what is there; see `open_namespace`."""
     name = document.identity.namespace
     try:
         return open_namespace(store, name, secrets)
@@ -263,22 +279,6 @@ def unwritten(store: Store, document: NamespaceDocument, secrets: Secrets) -> Op
     used = key_of(document, secrets.encryption_key)
     require(document.storage.codec)
     return OpenNamespace(store, document, hasher_of(document, secrets.secret), document.identity.digest(), used)
-
-
-def check_same_digests(store: Store, document: NamespaceDocument) -> None:
-    """NamespaceMismatch if the namespace is in the store, but with another digest or secret.
-
-    Its codec may differ, and its encryption key.
-    """
-    name = document.identity.namespace
-    try:
-        found = _document(store, name)
-    except NotFound:
-        return
-    theirs = found.storage
-    facts = replace(document.storage, codec=theirs.codec, encryption_key_id=theirs.encryption_key_id)
-    ours = replace(document, storage=facts)
-    check_document(found.to_bytes(), ours.to_bytes(), name)
 
 
 def as_damage(error: StorageError, name: str) -> StorageError | FormatError:

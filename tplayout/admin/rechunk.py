@@ -21,8 +21,7 @@ from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import ConfigError, FormatError, GeometryError, NotFound
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
-from tplayout.format.keys import NO_EXTRAS, ChunkId, namespace_object
-from tplayout.format.layout import CODEC_AES_256_GCM
+from tplayout.format.keys import NO_EXTRAS, ChunkId
 from tplayout.storage.base import Store
 
 
@@ -69,7 +68,7 @@ def rechunk(
     lossy: whether precision may be lost; what it cost is measured and reported. keys: last chunks of the prefixes, None
     for all. codec: that the target must have; None for that which it has, or the source's. secrets: of the target; its
     encryption key may be left out, and is the source's then. Raises ConfigError if precision would be lost and may not,
-    or if the target is there and not encrypted; NamespaceMismatch if it is there in another codec.
+    and as `begin_namespace`.
     """
     pairs = list(zip(origin.identity.geometry.groups, identity.geometry.groups, strict=True))
     for old, new in pairs:
@@ -78,10 +77,9 @@ def rechunk(
                 f"group {old.name!r}: {old.dtype} to {new.dtype} loses precision: add --lossy to allow it, and the "
                 "error is measured"
             )
-    used = secrets.encryption_key or origin.encryption_key if codec in (None, CODEC_AES_256_GCM) else None
-    begun = codec or (None if used is not None or _exists(store, identity) else origin.codec.name)
-    own = replace(secrets, encryption_key=used)
-    target = begin_namespace(store, identity, origin.document.model, own, begun, work.dry_run)
+    own = replace(secrets, encryption_key=secrets.encryption_key or origin.encryption_key)
+    document = origin.document
+    target = begin_namespace(store, identity, document.model, own, codec, work.dry_run, document.storage)
     report = Rechunked(namespace=target.name)
     converters = [converter(old, new) for old, new in pairs]
     report.losses = {
@@ -108,10 +106,6 @@ def rechunk(
         report.rest += len(tokens) % target.chunk_tokens
     report.bytes_read = sum(report.read.values())
     return report
-
-
-def _exists(store: Store, identity: Identity) -> bool:
-    return store.exists([namespace_object(identity.namespace)])[0]
 
 
 def carried_extras(chunks: Sequence[ChunkId], chunk_tokens: int) -> list[bytes] | None:

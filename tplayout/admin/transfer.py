@@ -17,7 +17,7 @@ from tplayout.admin.namespaces import OpenNamespace
 from tplayout.admin.parallel import are_there, in_order
 from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import FormatError, NotFound
-from tplayout.format.chunk import seal
+from tplayout.format.chunk import Buffer, read_chunk_id, seal
 from tplayout.format.geometry import Group
 from tplayout.format.keys import ChunkId
 from tplayout.format.layout import ChunkLayout
@@ -68,7 +68,7 @@ class Tally:
         return self.written + self.present + self.absent + len(self.damaged)
 
 
-def cells_of(buf: bytearray | memoryview, layout: ChunkLayout) -> Bits:
+def cells_of(buf: Buffer, layout: ChunkLayout) -> Bits:
     """The cells of an object's bytes, as a view: [heads, layers, *cell shape], unsigned integers."""
     group = layout.group
     width, cell = group.element_bytes, group.cell_shape(layout.chunk_tokens)
@@ -88,6 +88,17 @@ def part_of(cells: Bits, group: Group, part: int) -> Bits:
         return cells[:, :, part]
     start = sum(dims[:part])
     return cells[:, :, :, start : start + dims[part]]
+
+
+def resealed(plain: Buffer, origin: OpenNamespace, target: OpenNamespace, group: int) -> Buffer:
+    """A verified object of a namespace as another that differs only in how it is stored has it, before its codec."""
+    old, new = origin.layout(group), target.layout(group)
+    if old == new:
+        return plain
+    buf = bytearray(new.nbytes)
+    cells_of(buf, new)[...] = cells_of(plain, old)
+    seal(buf, new, target.digest, read_chunk_id(plain, old, origin.digest), target.hasher)
+    return buf
 
 
 def store_prefix(

@@ -31,12 +31,14 @@ from tplayout.cli.convert_peers import (
     peer_options,
 )
 from tplayout.cli.sides import (
+    KEYS_RULE,
     destination_key_option,
     destination_options,
     is_local,
     local_path,
     memory_jobs_option,
     namespace_option,
+    note_unsigned,
     open_destination,
     open_source,
     secrets_of_destination,
@@ -52,11 +54,13 @@ if TYPE_CHECKING:
 
 DTYPES = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
-EPILOG = """\b
-JSON: {"from", "to", "namespace", "prefixes", "objects_written", "objects_present",
+EPILOG = f"""{KEYS_RULE} Files of other formats are in clear.
+
+\b
+JSON: {{"from", "to", "namespace", "prefixes", "objects_written", "objects_present",
   "objects_absent", "files_written", "files_present", "bytes", "bytes_read", "rest_tokens",
-  "skipped": {name: reason}, "damaged": {object: reason}, "losses": {group: {"max", "mean",
-  "largest_value", "values", "clamped"}}, "dry_run"}. bytes_read, of a store into a store:
+  "skipped": {{name: reason}}, "damaged": {{object: reason}}, "losses": {{group: {{"max", "mean",
+  "largest_value", "values", "clamped"}}}}, "dry_run"}}. bytes_read, of a store into a store:
   what the objects that were read take in SRC.
 """
 
@@ -230,8 +234,11 @@ def _to_store(source: str, destination: str, options: dict[str, Any], work: Work
             _refuse(options, f"--codec {codec}, which does not encrypt", "dst_encryption_key")
         if options["chunk_tokens"] is None and options["dtype"] is None:
             _refuse(options, "--codec alone", "lossy")
-            return recode(origin, target, codec, secrets, keys, work)
-        return rechunk(origin, target, identity, options["lossy"], secrets, keys, work, codec)
+            report = recode(origin, target, codec, secrets, keys, work)
+        else:
+            report = rechunk(origin, target, identity, options["lossy"], secrets, keys, work, codec)
+        note_unsigned(origin.document.storage.key_id is not None, options)
+        return report
 
 
 def _partition(text: str | None) -> list[int] | None:

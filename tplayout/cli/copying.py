@@ -23,9 +23,11 @@ from tplayout.cli.common import (
     store_options,
 )
 from tplayout.cli.sides import (
+    KEYS_RULE,
     destination_key_option,
     destination_options,
     namespace_option,
+    note_unsigned,
     open_destination,
     open_source,
     secrets_of_destination,
@@ -33,7 +35,6 @@ from tplayout.cli.sides import (
     selection_options,
 )
 from tplayout.errors import FormatError, NotFound
-from tplayout.format.layout import CODEC_AES_256_GCM
 
 if TYPE_CHECKING:
     from tplayout.admin.catalog import Secrets
@@ -43,9 +44,11 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-EPILOG = """\b
-JSON: {"namespaces": {name: {"copied", "present", "removed", "bytes", "damaged":
-  {object: reason}}}, "dry_run"}
+EPILOG = f"""{KEYS_RULE}
+
+\b
+JSON: {{"namespaces": {{name: {{"copied", "present", "removed", "bytes", "damaged":
+  {{object: reason}}}}}}, "dry_run"}}
 """
 
 
@@ -101,8 +104,6 @@ def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> d
 
     check_not_nested(origin, target)
     source, own = secrets_of_source(options), secrets_of_destination(options)
-    # Without a key of its own DST keeps the codec that it has, and a new one that of SRC.
-    codec = None if options["dst_encryption_key"] is None else CODEC_AES_256_GCM
     prompts = [read_token_file(path) for path in options["token_files"]]
     reports: dict[str, Copied] = {}
     if options["namespace"] or options["prefixes"] or prompts:
@@ -120,11 +121,12 @@ def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> d
                 index = build_index(namespace)
                 keys = selected(index, options["prefixes"], prompts, options["salt"])
             if move:
-                report = move_namespace(namespace, target, own, keys, work, codec)
+                report = move_namespace(namespace, target, own, keys, work)
             else:
                 again = options["recheck"]
-                report = copy_namespace(namespace, target, own, keys, index, work, again, codec)
+                report = copy_namespace(namespace, target, own, keys, index, work, again)
             reports[namespace.name] = report
+    note_unsigned(all(namespace.document.storage.key_id is not None for namespace in chosen), options)
     return reports
 
 

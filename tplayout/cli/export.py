@@ -20,7 +20,13 @@ from tplayout.cli.common import (
     size,
     store_options,
 )
-from tplayout.cli.sides import memory_jobs_option, namespace_option, secrets_of_source, selection_options
+from tplayout.cli.sides import (
+    check_kept,
+    memory_jobs_option,
+    namespace_option,
+    secrets_of_source,
+    selection_options,
+)
 
 if TYPE_CHECKING:
     from tplayout.admin.bundle import Bundled
@@ -64,6 +70,7 @@ def command(url: str, file: Path, as_json: bool, **options: Any) -> int:
         progress("exporting") as tick,
     ):
         origin = choose_namespace(store, options["namespace"], secrets_of_source(options))
+        check_kept(origin, options)
         index = build_index(origin)
         keys = selected(index, options["prefixes"], prompts, options["salt"])
         done = export_prefixes(index, keys, file, Work(options["jobs"], tick, options["dry_run"]))

@@ -22,10 +22,12 @@ from tplayout.cli.common import (
     size,
     store_options,
 )
-from tplayout.cli.sides import secrets_of_source
+from tplayout.cli.sides import KEYS_RULE, note_unsigned, secrets_of_source
 
-EPILOG = """\b
-JSON: {"namespace", "objects", "present", "bytes", "damaged": {object: reason}, "dry_run"}
+EPILOG = f"""{KEYS_RULE}
+
+\b
+JSON: {{"namespace", "objects", "present", "bytes", "damaged": {{object: reason}}, "dry_run"}}
 """
 
 
@@ -49,6 +51,7 @@ def command(file: Path, url: str, as_json: bool, **options: Any) -> int:
     with open_store(url, options["storage_options"], options["timeout"]) as store, progress("importing") as tick:
         work = Work(options["jobs"], tick, options["dry_run"])
         done = import_bundle(file, store, secrets_of_source(options), work)
+    note_unsigned(done.keyed, options)
     if as_json:
         emit_json(
             {

@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tplayout.cli.common import encryption_key_of, open_store, parse_storage_options
+from tplayout.cli.common import encryption_key_of, note, open_store, parse_storage_options
+from tplayout.errors import ConfigError
 from tplayout.storage.base import Store
 
 if TYPE_CHECKING:
     from tplayout.admin.catalog import Secrets
+    from tplayout.admin.namespaces import OpenNamespace
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# For the help of every verb that writes chunks.
+KEYS_RULE = """A key or secret that is given, by option or environment, holds for what is written too: it is encrypted
+with the key, and its digests are keyed with the secret. Where the destination is there without, nothing is written.
+Only `convert --codec none` decrypts."""
 
 
 def _options(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, Any]:
@@ -81,6 +88,21 @@ def secrets_of_destination(options: Mapping[str, Any]) -> Secrets:
     from tplayout.admin.catalog import Secrets
 
     return Secrets(options["secret"], options["dst_encryption_key"] or options["encryption_key"])
+
+
+def note_unsigned(keyed: bool, options: Mapping[str, Any]) -> None:
+    """Say that what nobody had vouched for has digests with the secret now. keyed: whether the source has such."""
+    if options["secret"] is not None and not keyed:
+        note("the source was written without a secret: it was checked against damage, not forgery, before it got one")
+
+
+def check_kept(origin: OpenNamespace, options: Mapping[str, Any]) -> None:
+    """ConfigError for a key or secret that would have to change what is written as the store has it."""
+    facts, what = origin.document.storage, f"FILE holds objects as the store does, and namespace {origin.name} is"
+    if options["encryption_key"] is not None and facts.encryption_key_id is None:
+        raise ConfigError(f"{what} not encrypted: leave out the key, or encrypt first: tplayout cp URL NEW-URL")
+    if options["secret"] is not None and facts.key_id is None:
+        raise ConfigError(f"{what} written without a secret: leave it out, or give it one: tplayout cp URL NEW-URL")
 
 
 def is_local(url: str) -> bool:

@@ -106,7 +106,11 @@ def make_hasher(name: str | None = None, secret: bytes | None = None, key_id: st
     digest_bytes(name)
     if name != KEYED:
         if secret is not None or key_id is not None:
-            raise FormatError(Reason.WRONG_SECRET, f"digest {name} takes no secret, use {KEYED}")
+            raise FormatError(
+                Reason.WRONG_SECRET,
+                f"written without a secret (digest {name}), and one is given: leave it out, or copy what is stored "
+                "with it to a new store (`tplayout cp SRC NEW --secret-key-file FILE`)",
+            )
         return _Xxh3() if name == XXH3 else _Blake3()
     if secret is None:
         raise FormatError(Reason.WRONG_SECRET, f"digest {name} needs the secret {key_id or ''}".rstrip())
