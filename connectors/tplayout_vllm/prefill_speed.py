@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-_FEWEST = 32  # tokens a step: fewer are decodes, whose time says nothing about prompts
+_FEWEST = 32  # tokens of a request in a step: fewer are decodes, whose time says nothing about prompts
 _WEIGHT = 0.25  # of the latest step, in the running mean
 _MOST_BEHIND = 16  # steps without a result, more than any engine has in flight: some ended without telling
 
 
 class PrefillSpeed:
-    """A running mean of seconds a token, over steps that compute many."""
+    """A running mean of seconds a token, over steps that compute prompts more than anything else."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Nothing is known yet."""
@@ -21,9 +21,11 @@ class PrefillSpeed:
         self._ended = clock()
         self._token: float | None = None
 
-    def began(self, tokens: int) -> None:
-        """A step is on its way that computes so many tokens."""
-        self._running.append((self._clock(), tokens))
+    def began(self, tokens: Iterable[int]) -> None:
+        """A step is on its way. tokens: how many it computes of each of its requests."""
+        of_each = list(tokens)
+        of_prompts = sum(count for count in of_each if count >= _FEWEST)
+        self._running.append((self._clock(), of_prompts if 2 * of_prompts >= sum(of_each) else 0))
 
     def ended(self) -> None:
         """The oldest of those steps has its results. Steps in flight together take their time one after another."""
@@ -33,7 +35,7 @@ class PrefillSpeed:
         began, tokens = self._running.popleft()
         seconds = now - max(began, self._ended)
         self._ended = now
-        if tokens >= _FEWEST:
+        if tokens:
             latest = seconds / tokens
             self._token = latest if self._token is None else self._token + _WEIGHT * (latest - self._token)
 

@@ -214,7 +214,7 @@ class SchedulerSide:
     def step(self, output: Any) -> StepMetadata:
         """The copies of this step. Waits a moment when the engine has nothing to do but wait for the store."""
         if output.num_scheduled_tokens:
-            self._prefill.began(output.total_num_scheduled_tokens)
+            self._prefill.began(output.num_scheduled_tokens.values())
         if self._saves and output.num_scheduled_tokens:
             self._plan_saves(output)
         elif not self._pending and self._waiting and not output.num_scheduled_tokens:

@@ -17,8 +17,8 @@ def clock() -> Clock:
     return Clock()
 
 
-def step(speed: PrefillSpeed, clock: Clock, tokens: int, seconds: float) -> None:
-    speed.began(tokens)
+def step(speed: PrefillSpeed, clock: Clock, tokens: int, seconds: float, decodes: int = 0) -> None:
+    speed.began([tokens, *[1] * decodes])
     clock.now += seconds
     speed.ended()
 
@@ -32,6 +32,14 @@ def test_nothing_is_known_before_a_step_that_computes_a_prompt(clock: Clock) -> 
     assert speed.seconds(256) == pytest.approx(0.5)
 
 
+def test_steps_that_decode_many_requests_do_not_count(clock: Clock) -> None:
+    speed = PrefillSpeed(clock)
+    step(speed, clock, 40, 1.0, decodes=100)
+    assert speed.seconds(256) is None
+    step(speed, clock, 40, 1.0, decodes=10)
+    assert speed.seconds(40) == pytest.approx(1.0)
+
+
 def test_the_time_between_steps_does_not_count(clock: Clock) -> None:
     speed = PrefillSpeed(clock)
     for _ in range(3):
@@ -42,9 +50,9 @@ def test_the_time_between_steps_does_not_count(clock: Clock) -> None:
 
 def test_of_two_steps_in_flight_each_counts_for_its_own_time(clock: Clock) -> None:
     speed = PrefillSpeed(clock)
-    speed.began(100)
+    speed.began([100])
     for _ in range(5):
-        speed.began(100)
+        speed.began([100])
         clock.now += 1.0
         speed.ended()
     assert speed.seconds(100) == pytest.approx(1.0)
@@ -61,7 +69,7 @@ def test_it_follows_an_engine_that_becomes_slower(clock: Clock) -> None:
 def test_results_that_never_come_are_forgotten(clock: Clock) -> None:
     speed = PrefillSpeed(clock)
     for _ in range(100):
-        speed.began(100)
+        speed.began([100])
     clock.now += 1.0
     for _ in range(100):
         speed.ended()

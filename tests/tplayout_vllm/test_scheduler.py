@@ -96,7 +96,6 @@ def output(scheduled: dict[str, int] | None = None, drafts: dict[str, list[int]]
     tables = ([*range(1, 30)],)
     return SimpleNamespace(
         num_scheduled_tokens=scheduled or {},
-        total_num_scheduled_tokens=sum((scheduled or {}).values()),
         scheduled_spec_decode_tokens=drafts or {},
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: tables),
     )
