@@ -7,31 +7,21 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tplayout.arguments import SIZE_EXAMPLES, parse_size
 from tplayout.errors import ConfigError
+from tplayout.format.digest import MIN_SECRET_BYTES
 from tplayout.format.encrypted import EncryptionKey
+from tplayout.key_files import exposure
 from tplayout.storage.url import NOT_LOCAL, absolute_url
 
 SECRET_ENV = "TPLAYOUT_SECRET_KEY"
 ENCRYPTION_KEY_ENV = "TPLAYOUT_ENCRYPTION_KEY"
-_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
 
 
 @dataclass(frozen=True)
@@ -51,6 +41,7 @@ class Options:
     weights_label:     names the weights where they have no files (`--load-format dummy`).
     secret:            authenticates what is stored; from the file of `secret_key_file` or from the environment.
     encryption_key:    encrypts what is stored; from the file of `encryption_key_file` or from the environment.
+    warnings:          what to tell the operator once, at start.
     """
 
     url: str
@@ -66,6 +57,7 @@ class Options:
     weights_label: str | None = None
     secret: bytes | None = field(default=None, repr=False)
     encryption_key: EncryptionKey | None = None
+    warnings: tuple[str, ...] = ()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("options are not pickled, since they hold secrets; vLLM sends what they were parsed from")
@@ -123,6 +115,7 @@ def parse_options(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         weights_label=_text(extra, "weights_label"),
         secret=_secret(extra, environ),
         encryption_key=_encryption_key(extra, environ),
+        warnings=tuple(_exposed(extra)),
     )
 
 
@@ -166,18 +159,23 @@ def _size(extra: Mapping[str, Any], name: str) -> int | None:
     value = extra.get(name)
     if value is None:
         return None
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match and match[2].upper() in _UNITS:
-        value = int(float(match[1]) * _UNITS[match[2].upper()])
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = parse_size(value)
     if type(value) is not int or value <= 0:
-        raise _wrong(name, f'must be a number of bytes or a size such as "8GiB", not {_kind(value)}')
+        raise _wrong(name, f"must be a number of bytes or a size such as {SIZE_EXAMPLES}, not {_kind(value)}")
     return value
 
 
 def _secret(extra: Mapping[str, Any], environ: Mapping[str, str]) -> bytes | None:
-    secret = _key_file(extra, "secret_key_file")
+    secret, source = _key_file(extra, "secret_key_file"), "'secret_key_file'"
     if secret is None:
-        return os.fsencode(environ[SECRET_ENV]) if environ.get(SECRET_ENV) else None
+        secret, source = os.fsencode(environ.get(SECRET_ENV, "")) or None, SECRET_ENV
+    if secret is not None and len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"kv_connector_extra_config: {source} holds a secret of {len(secret)} bytes, must have {MIN_SECRET_BYTES} "
+            "or more (try: openssl rand -hex 32)"
+        )
     return secret
 
 
@@ -189,6 +187,13 @@ def _encryption_key(extra: Mapping[str, Any], environ: Mapping[str, str]) -> Enc
         return EncryptionKey.parse(text, source) if text else None
     except ConfigError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from None
+
+
+def _exposed(extra: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each key file that others can read. Whether they are paths was checked."""
+    for name in ("secret_key_file", "encryption_key_file"):
+        if extra.get(name) is not None and (line := exposure(extra[name])):
+            yield f"{name}: {line}"
 
 
 def _key_file(extra: Mapping[str, Any], name: str) -> bytes | None:

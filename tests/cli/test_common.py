@@ -17,6 +17,7 @@ from tplayout.cli.common import (
     age,
     confirm,
     emit_json,
+    encryption_key_option,
     moment,
     parse_age,
     parse_size,
@@ -57,14 +58,18 @@ def test_messages_do_not_repeat_a_secret():
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("500", 500), ("64K", 65536), ("1.5GiB", 3 << 29), ("2 tib", 2 << 40), ("0", 0), ("10MB", None)],
+    [
+        ("500", 500),
+        ("64K", 65536),
+        ("1.5GiB", 3 << 29),
+        ("2 tib", 2 << 40),
+        ("0", 0),
+        ("10MB", 10**7),
+        ("8 G", 8 << 30),
+    ],
 )
 def test_sizes(text, nbytes):
-    if nbytes is None:
-        with pytest.raises(click.BadParameter):
-            parse_size(text)
-    else:
-        assert parse_size(text) == nbytes
+    assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "nan", "1e400", "5Q"])
@@ -119,6 +124,7 @@ def test_secret_from_file_or_environment(tmp_path: Path):
 
     file = tmp_path / "secret"
     file.write_bytes(b"0123456789abcdef\n")
+    file.chmod(0o600)
     runner = CliRunner()
     assert runner.invoke(command, ["--secret-key-file", str(file)]).output == "b'0123456789abcdef'\n"
     environ = {"TPLAYOUT_SECRET_KEY": "s3cr3t of sixteen"}
@@ -132,6 +138,23 @@ def test_secret_from_file_or_environment(tmp_path: Path):
         assert "holds 5 bytes, a secret has 16 or more" in " ".join(result.output.split())
     file.write_bytes(b"\n")
     assert runner.invoke(command, ["--secret-key-file", str(file)]).exit_code == 2
+
+
+@pytest.mark.parametrize("option", [secret_option, encryption_key_option])
+def test_a_key_file_that_others_can_read_is_used_with_a_warning(tmp_path: Path, option):
+    @click.command()
+    @option
+    def command(**key) -> None:
+        click.echo(" ".join(key))
+
+    file = tmp_path / "key"
+    file.write_text("ab" * 32)
+    file.chmod(0o644)
+    (name,) = (name for param in command.params for name in param.opts)
+    result = CliRunner().invoke(command, [name, str(file)])
+    assert (result.exit_code, result.stdout.strip()) == (0, command.params[0].name)
+    assert result.stderr.startswith(f"warning: key file {file} has mode 0644")
+    assert len(result.stderr.splitlines()) == 1
 
 
 PROGRESS = """

@@ -40,6 +40,7 @@ class World:
     def file(self, name: str, text: str) -> Path:
         path = self.path / name
         path.write_text(f"{text}\n")
+        path.chmod(0o600)
         return path
 
     def plain_texts(self) -> list[bytes]:

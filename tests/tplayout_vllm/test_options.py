@@ -54,7 +54,15 @@ def test_wrong_options_are_named(extra: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("8GiB", 8 * 2**30), ("1.5 MiB", 3 * 2**19), (4096, 4096), ("2GB", 2 * 10**9)]
+    ("text", "nbytes"),
+    [
+        ("8GiB", 8 * 2**30),
+        ("1.5 MiB", 3 * 2**19),
+        (4096, 4096),
+        ("2GB", 2 * 10**9),
+        ("80G", 80 << 30),
+        ("8 g", 8 << 30),
+    ],
 )
 def test_sizes(text: Any, nbytes: int) -> None:
     assert parse(staging_bytes=text, max_bytes=text).staging_bytes == nbytes
@@ -68,6 +76,27 @@ def test_secret_comes_from_a_file_or_the_environment_and_is_never_shown(tmp_path
     assert "secret-0123" not in repr(options)
     from_env = parse_options({"url": "memory://"}, {SECRET_ENV: "env-secret-0123456789"})
     assert from_env.secret == b"env-secret-0123456789"
+
+
+def test_a_short_secret_is_refused_by_the_name_of_its_source(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("five!\n")
+    with pytest.raises(ConfigError, match="'secret_key_file' holds a secret of 5 bytes, must have 16 or more") as one:
+        parse(secret_key_file=str(tmp_path / "key"))
+    with pytest.raises(ConfigError, match="TPLAYOUT_SECRET_KEY holds a secret of 5 bytes, must have 16 or more") as two:
+        parse_options({"url": "memory://"}, {SECRET_ENV: "five!"})
+    assert "five!" not in str(one.value) + str(two.value)
+
+
+@pytest.mark.parametrize("name", ["secret_key_file", "encryption_key_file"])
+def test_a_key_file_that_others_can_read_is_a_warning(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "key"
+    file.write_text("ab" * 32)
+    file.chmod(0o600)
+    assert parse(**{name: str(file)}).warnings == ()
+    file.chmod(0o644)
+    (line,) = parse(**{name: str(file)}).warnings
+    assert line.startswith(f"{name}: key file {file} has mode 0644")
+    assert "abab" not in line
 
 
 def test_an_empty_secret_file_is_refused(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
+from tplayout import arguments
 from tplayout.admin.progress import Progress, silent
 from tplayout.errors import ConfigError, Unavailable
+from tplayout.key_files import exposure
 from tplayout.storage.base import DEFAULT_TIMEOUT_S, Store
 
 if TYPE_CHECKING:
@@ -31,8 +33,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SECRET_ENV = "TPLAYOUT_SECRET_KEY"
 ENCRYPTION_KEY_ENV = "TPLAYOUT_ENCRYPTION_KEY"
-_UNITS = {"": 0, "B": 0, "K": 1, "KI": 1, "KIB": 1, "M": 2, "MI": 2, "MIB": 2, "G": 3, "GI": 3, "GIB": 3}
-_UNITS |= {"T": 4, "TI": 4, "TIB": 4}
 _NO_LIMIT = 4096  # columns of a table in a pipe
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -75,6 +75,7 @@ def _secret(ctx: click.Context, param: click.Parameter, path: str | None) -> byt
             source, secret = path, Path(path).read_bytes().strip()
         except OSError as error:
             raise click.BadParameter(f"{path} cannot be read: {error.strerror}") from None
+        _warn_of_exposure(path)
     if len(secret) < MIN_SECRET_BYTES:
         raise click.BadParameter(
             f"{source} holds {len(secret)} bytes, a secret has {MIN_SECRET_BYTES} or more (try: openssl rand -hex 32)"
@@ -90,9 +91,16 @@ def encryption_key_of(ctx: click.Context, param: click.Parameter, path: str | No
         text = os.environ.get(ENCRYPTION_KEY_ENV) if param.name == "encryption_key" else None
         return EncryptionKey.parse(os.fsencode(text), ENCRYPTION_KEY_ENV) if text else None
     try:
-        return EncryptionKey.parse(Path(path).read_bytes(), path)
+        key = EncryptionKey.parse(Path(path).read_bytes(), path)
     except OSError as error:
         raise click.BadParameter(f"{path} cannot be read: {error.strerror}") from None
+    _warn_of_exposure(path)
+    return key
+
+
+def _warn_of_exposure(path: str) -> None:
+    if line := exposure(path):
+        note(f"warning: {line}")
 
 
 def store_options(function: F) -> F:
@@ -257,16 +265,11 @@ def count_of(number: int, noun: str) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "500", "64K", "1.5GiB" (powers of 1024); an option's `type`. click.BadParameter for others."""
-    digits = text.rstrip("BKMGTibkmgt")
-    unit = text[len(digits) :].strip().upper()
+    """Bytes of "500", "64K", "1.5GiB", as `arguments.parse_size`; an option's `type`. click.BadParameter for others."""
     try:
-        nbytes = float(digits) * 1024 ** _UNITS[unit]
-        if not 0 <= nbytes < 2**63:
-            raise ValueError
-    except (ValueError, KeyError):
-        raise click.BadParameter(f"{text!r} is no size: write 500, 64K, 10MiB, 1.5G") from None
-    return int(nbytes)
+        return arguments.parse_size(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def parse_age(text: str) -> float:
