@@ -8,7 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from tplayout.admin import diagnosis
-from tplayout.admin.diagnosis import Level, environment, open_files, plugin, shared_memory, staging_memory, vllm
+from tplayout.admin.diagnosis import (
+    Level,
+    environment,
+    key_files,
+    open_files,
+    plugin,
+    shared_memory,
+    staging_memory,
+    vllm,
+)
+from tplayout.format.digest import secret_id
+from tplayout.format.encrypted import EncryptionKey
 
 
 @pytest.fixture
@@ -103,4 +114,22 @@ def test_few_open_files(monkeypatch):
 
 def test_a_secret_in_the_environment_is_told_and_not_shown():
     (finding,) = [one for one in environment({"TPLAYOUT_SECRET_KEY": "hunter2hunter2"}) if one.topic == "secret"]
-    assert "hunter2" not in finding.text
+    assert (finding.level, "hunter2" in finding.text) == (Level.FAIL, False)  # 14 bytes
+    (finding,) = [one for one in environment({"TPLAYOUT_SECRET_KEY": "hunter2" * 3}) if one.topic == "secret"]
+    assert (finding.level, "hunter2" in finding.text) == (Level.OK, False)
+
+
+def test_files_with_keys(tmp_path):
+    files = [tmp_path / "secret", tmp_path / "key"]
+    files[0].write_text("hunter2hunter2hunter2\n")
+    files[1].write_text("ab" * 32)
+    found = key_files(*map(str, files))
+    assert [(one.topic, one.level) for one in found] == [("secret", Level.OK), ("encryption", Level.OK)]
+    assert secret_id(b"hunter2hunter2hunter2") in found[0].text
+    assert EncryptionKey(b"\xab" * 32).id in found[1].text
+    files[1].write_text("hunter2")
+    files[0].unlink()
+    found = key_files(*map(str, files))
+    assert [one.level for one in found] == [Level.FAIL] * 2
+    assert "hunter2" not in str(found)
+    assert key_files(None, None) == []

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from tests.support.filled_store import fill, flip, group, identity, layout_of_group, name_of, rewrite
 from tplayout.admin.catalog import Secrets
 from tplayout.admin.causes import Why, identity_causes
-from tplayout.admin.explain import Explanation, Prompt, explain
+from tplayout.admin.explain import REFUSED, Explanation, Prompt, explain
 from tplayout.admin.wanted import Wanted, tokens_of_text, wanted_identity
 from tplayout.cache import Cache
 from tplayout.errors import ConfigError
@@ -207,6 +207,7 @@ def test_another_secret(store):
     for wrong in (None, secret * 2):
         answer = ask(store, secrets=Secrets(wrong))
         assert (reasons(answer), answer.hit_chunks) == ([Why.SECRET], 0)
+        assert {one.state for one in answer.chunks} == {REFUSED}
     unkeyed = other(weights="files:ff")
     fill(Cache.open(store, unkeyed), TOKENS)
     assert reasons(ask(store, own=unkeyed, secrets=Secrets(secret))) == [Why.SECRET]

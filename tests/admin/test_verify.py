@@ -334,11 +334,14 @@ def test_with_a_secret_what_was_written_without_one_is_not_sound(store):
     fill(plain, range(8))
     (found,) = verify_store(store, secrets=Secrets(secret)).damage
     assert (found.kind, found.reason, found.name) == (
-        Kind.DAMAGED,
+        Kind.UNAUTHENTICATED,
         Reason.WRONG_SECRET,
         f"{plain.namespace}/namespace.json",
     )
-    assert "2 objects may be forged" in found.detail
+    assert "not authenticated: written without a secret, so that its 2 objects may be forged" in found.detail
+    assert found.fix == f"tplayout cp {store.url} NEW-URL --secret-key-file FILE"
+    for kinds in ([], ON_REQUEST):
+        assert plan([found], kinds) == []  # what is sound is not moved
     assert verify_store(store, secrets=Secrets(secret), namespace=keyed.namespace).damage == []
 
 

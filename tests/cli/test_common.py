@@ -81,7 +81,10 @@ def test_wrong_sizes_and_ages(text):
 
 
 def test_ages():
-    assert [parse_age(text) for text in ("90", "15m", "12h", "30d", "2w")] == [90, 900, 43200, 2592000, 1209600]
+    assert [parse_age(text) for text in ("90s", "15m", "12h", "30d", "2w")] == [90, 900, 43200, 2592000, 1209600]
+    assert parse_age("0") == 0
+    with pytest.raises(click.BadParameter, match="has no unit: write 30s, 30m, 30h or 30d"):
+        parse_age("30")
     assert [age(0, now) for now in (5, 200, 9000, 300000)] == ["5 s", "3 min", "2 h", "3 d"]
     assert age(None) == "?"
     assert age(10, 5) == "0 s"

@@ -42,6 +42,15 @@ def test_without_a_url_only_the_machine_is_looked_at(monkeypatch):
     assert "fail  machine          broken\n                       remedy: mend it\n" in result.stdout
 
 
+def test_keys_that_are_given_are_looked_at(tmp_path):
+    (tmp_path / "key").write_text("ab" * 32)
+    options = ["--secret-key-file", tmp_path / "key", "--encryption-key-file", tmp_path / "key"]
+    assert [one["topic"] for one in asked(*options)["findings"]] == ["machine", "secret", "encryption"]
+    (tmp_path / "key").write_text("hunter2")
+    result = run(*options)
+    assert (result.exit_code, "hunter2" in result.output, "2 failed" in result.stdout) == (1, False, True)
+
+
 def test_a_store_that_cannot_be_reached():
     arguments = ["s3://bucket/x", "--storage-option", "endpoint_url=http://127.0.0.1:1", "--timeout", "1"]
     result = run(*arguments)

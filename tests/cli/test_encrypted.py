@@ -115,11 +115,16 @@ def test_looking_verbs_without_the_key(world: World) -> None:
     assert ask("du", world.url, "--by", "age")["objects"] == 10
     assert f"encryption key {KEY_ID}" in call("inspect", world.url).stdout
     way_out = "give --encryption-key-file or TPLAYOUT_ENCRYPTION_KEY"
-    line = refused("ls", world.url, world.namespace)
-    assert way_out in line
-    assert KEY_ID in line
+    shown = ask("ls", world.url, world.namespace)
+    assert (shown["namespace"]["chunks"], shown["prefixes"], shown["damaged"]) == (10, None, None)
+    result = call("ls", world.url, world.namespace)
+    assert (result.exit_code, f"codec    aes-256-gcm, encryption key {KEY_ID}" in result.stdout) == (0, True)
+    assert f"the prefixes cannot be shown without the key: {way_out}" in result.stderr
+    shown = ask("du", world.url, "--by", "prefix")
+    assert (shown["rows"], shown["objects"], list(shown["left_out"])) == ([], 10, [world.namespace])
     result = call("du", world.url, "--by", "prefix")
-    assert result.exit_code == 0
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "left out, 10 objects" in result.stderr
     assert way_out in result.stderr
 
     shown = ask("inspect", world.url, world.names[0])
@@ -134,6 +139,7 @@ def test_looking_verbs_without_the_key(world: World) -> None:
         found = ask("explain", world.url, "--model", world.model, "--tokens", world.tokens, *key, code=1)
         assert (found["hit_tokens"], [cause["reason"] for cause in found["reasons"]]) == (0, ["encryption-key"])
         assert (found["reasons"][0]["ours"], found["reasons"][0]["theirs"]) == (ours, KEY_ID)
+        assert {chunk["state"] for chunk in found["chunks"]} == {"refused"}
 
 
 def test_verify_without_the_key_finds_damage_and_says_what_it_cannot(world: World) -> None:

@@ -66,7 +66,7 @@ def test_the_output_says_what_decided(store):
 
 
 def test_wrong_use_is_named(store):
-    for arguments in (["--max-bytes", "many"], ["--max-age", "soon"], ["--keep", "ffffffff"]):
+    for arguments in (["--max-bytes", "many"], ["--max-age", "soon"], ["--max-age", "30"], ["--keep", "ffffffff"]):
         result = call("gc", store, "--max-bytes", "0", *arguments)
         assert result.exit_code == 2
         assert arguments[0] in result.stderr or arguments[1] in result.stderr

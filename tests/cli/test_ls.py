@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.filled_store import cache_with_a_gap, layout_of_group
+from tests.support.filled_store import cache_with_a_gap, fill, identity, layout_of_group
 from tests.support.tool import ask, call
 from tplayout.cache import Cache
 
@@ -28,6 +28,17 @@ def test_ls_shows_namespaces(cache):
     )
     assert space["groups"][0]["dtype"] == "F16"
     assert space["oldest"].endswith("Z")
+
+
+def test_ls_shows_how_a_namespace_is_stored(cache):
+    keyed = Cache.open(cache.store, identity(weights="files:77"), codec="shuffle-zstd", secret=b"0123456789abcdef")
+    fill(keyed, range(8))
+    lines = call("ls", cache.store.url).stdout.splitlines()
+    (plain,) = [line for line in lines if line.startswith(cache.namespace)]
+    (packed,) = [line for line in lines if line.startswith(keyed.namespace)]
+    assert "  none  " in plain
+    assert "  shuffle-zstd, secret  " in packed
+    assert "codec    shuffle-zstd; digests blake3-keyed, secret " in call("ls", cache.store.url, keyed.namespace).stdout
 
 
 def test_ls_shows_a_namespace_that_cannot_be_read(cache):

@@ -90,6 +90,8 @@ def test_every_verb_documents_itself(verb):
     assert result.output.count(EXIT_CODES.split("\n")[1]) == 1
     assert "--json" in result.output
     assert "JSON:" in result.output
+    for shared in ("--json", "--storage-option", "--secret-key-file", "--encryption-key-file"):
+        assert shared in result.output  # as README says of all verbs
     for option in command.params:
         assert not isinstance(option, click.Option) or option.help, option.name
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.filled_store import fill, flip, identity, name_of, rewrite
+from tests.support.sample_stores import content
 from tests.support.tool import ask, call
 from tplayout.cache import Cache
 
@@ -49,7 +50,9 @@ def test_damage_is_named_with_its_fix_and_the_fix_mends_it(cache, names):
 
 def test_json_is_one_document_with_the_documented_keys(cache, names):
     rewrite(cache.store, names[1], flip(-1))
+    assert asked(cache.store.url, code=1)["sound"] is False
     document = asked(cache.store.url, "--quarantine", "--yes", "--also", "unreachable")
+    assert document["sound"] is True  # as the exit code: nothing damaged is left in its place
     assert document.keys() == {
         *("url", "deep", "sound", "namespaces", "checked", "bytes", "skipped", "undecrypted", "findings", "quarantined")
     }
@@ -81,6 +84,31 @@ def test_nobody_to_ask_is_said_before_anything_is_read(cache, names, monkeypatch
     result = run(cache.store.url, "--quarantine", "--json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "add --yes" in result.stderr
+
+
+@pytest.mark.parametrize("given", ["secret", "encryption-key"])
+def test_what_is_written_without_the_secret_or_key_that_is_given_is_told_and_left(cache, names, tmp_path, given):
+    (tmp_path / "key").write_text("ab" * 32)
+    (tmp_path / "new").mkdir()
+    option = (f"--{given}-key-file" if given == "secret" else f"--{given}-file", str(tmp_path / "key"))
+    before = content(tmp_path / "store")
+    result = run(cache.store.url, *option, "--quarantine", "--yes")
+    kind = {"secret": "unauthenticated", "encryption-key": "unencrypted"}[given]
+    said = {"secret": "not authenticated: written without a secret", "encryption-key": "not encrypted"}[given]
+    assert (result.exit_code, said in result.stdout) == (1, True)
+    assert result.stdout.splitlines()[-1] == f"NOT sound: 1 {kind}"
+    assert content(tmp_path / "store") == before
+    (finding,) = asked(cache.store.url, *option, code=1)["findings"]
+    fix = finding["fix"].replace("NEW-URL", str(tmp_path / "new")).replace("FILE", option[1])
+    assert call(*fix.split()[1:]).exit_code == 0
+    assert asked(tmp_path / "new", *option)["sound"] is True
+
+
+def test_an_empty_place_is_not_called_sound(tmp_path):
+    result = run(tmp_path)
+    assert (result.exit_code, "sound" in result.stdout) == (0, False)
+    assert "nothing was checked" in result.stderr
+    assert asked(tmp_path)["sound"] is None
 
 
 def test_a_store_that_cannot_be_reached():

@@ -36,6 +36,8 @@ class Kind(StrEnum):
     UNREADABLE = "unreadable"  # the store lists it and refuses to hand it out
     UNIDENTIFIED = "unidentified"  # a namespace without namespace.json
     TEMPORARY = "temporary"  # left by a writer that died
+    UNAUTHENTICATED = "unauthenticated"  # a namespace without a secret, where one is given
+    UNENCRYPTED = "unencrypted"  # a namespace in clear, where an encryption key is given
     UNREACHABLE = "unreachable"  # sound, but behind a gap: no server can use it as things are
 
 

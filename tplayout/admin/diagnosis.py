@@ -19,6 +19,7 @@ from pathlib import Path
 from tplayout import __version__
 from tplayout.cache.codec import require
 from tplayout.errors import ConfigError
+from tplayout.format.digest import make_hasher
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.layout import CODEC_AES_256_GCM
 
@@ -53,22 +54,42 @@ class Finding:
 def environment(environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Findings about this machine and Python environment."""
     found = [versions(), *vllm(environ), shared_memory(), staging_memory(), open_files()]
-    if environ.get("TPLAYOUT_SECRET_KEY"):
-        found.append(Finding("secret", Level.OK, "TPLAYOUT_SECRET_KEY is set: digests are authentication"))
-    if environ.get("TPLAYOUT_ENCRYPTION_KEY"):
-        found.append(encryption(environ))
+    for name, look in (("TPLAYOUT_SECRET_KEY", secret), ("TPLAYOUT_ENCRYPTION_KEY", encryption)):
+        if environ.get(name):
+            found.append(look(os.fsencode(environ[name]), name))
     return found
 
 
-def encryption(environ: Mapping[str, str]) -> Finding:
-    """Whether the key in the environment is one, and what encrypts is installed."""
-    name = "TPLAYOUT_ENCRYPTION_KEY"
+def key_files(secret_file: str | None, key_file: str | None) -> list[Finding]:
+    """Findings about files with a secret and an encryption key."""
+    found = []
+    for path, topic, look in ((secret_file, "secret", secret), (key_file, "encryption", encryption)):
+        if path is None:
+            continue
+        try:
+            found.append(look(Path(path).read_bytes().strip(), path))
+        except OSError as error:
+            found.append(Finding(topic, Level.FAIL, f"{path} cannot be read: {error.strerror}", "correct the path"))
+    return found
+
+
+def secret(data: bytes, source: str) -> Finding:
+    """Whether data, from an environment variable or a file, can be a secret."""
     try:
-        key = EncryptionKey.parse(os.fsencode(environ[name]), name)
+        key_id = make_hasher(None, data).key_id
+    except ConfigError as error:
+        return Finding("secret", Level.FAIL, f"{source}: {error}", "mend it: nothing is stored like this")
+    return Finding("secret", Level.OK, f"{source} holds the secret {key_id}: digests are authentication")
+
+
+def encryption(data: bytes, source: str) -> Finding:
+    """Whether data, from an environment variable or a file, is a key, and what encrypts is installed."""
+    try:
+        key = EncryptionKey.parse(data, source)
         require(CODEC_AES_256_GCM)
     except ConfigError as error:
-        return Finding("encryption", Level.FAIL, str(error), f"mend it, or unset {name}: nothing is stored like this")
-    return Finding("encryption", Level.OK, f"{name} is set, key id {key.id}: new namespaces are encrypted with it")
+        return Finding("encryption", Level.FAIL, str(error), "mend it: nothing is stored like this")
+    return Finding("encryption", Level.OK, f"{source} holds the key {key.id}: new namespaces are encrypted with it")
 
 
 def versions() -> Finding:

@@ -24,15 +24,16 @@ from tplayout.format.identity import Identity
 from tplayout.format.keys import ChunkId, chain, object_name, prefix_extras
 from tplayout.storage.base import Store
 
-HIT, MISSING, DAMAGED = "hit", "missing", "damaged"
+HIT, MISSING, DAMAGED, REFUSED = "hit", "missing", "damaged", "refused"
 MAX_SCAN = 20_000  # chunks whose beginnings are read in search of a similar prompt
 _NEAREST = 20  # other namespaces that are asked for the prompt
 
 
 @dataclass(frozen=True)
 class ChunkState:
-    """One chunk of the prompt. state: HIT, MISSING or DAMAGED; detail: of what is wrong; objects: names, by group.
+    """One chunk of the prompt. detail: of what is wrong; objects: names, by group.
 
+    state: HIT, MISSING, DAMAGED, or REFUSED: it is there, and a server with this secret and key does not take it.
     sound: of each object, whether it is there and good. A chunk without a window's part is a HIT that may not do.
     """
 
@@ -126,8 +127,10 @@ def explain(
         refused = _secret_cause(space, secrets.secret) or _key_cause(space, secrets.encryption_key)
         used = replace(secrets, encryption_key=None) if refused else secrets
         answer.chunks = _states(store, space, chunks, used, deep and refused is None, jobs, progress)
-        answer.hit_chunks = 0 if refused else _servable(identity, answer.chunks)
-        if refused is not None:
+        if refused is None:
+            answer.hit_chunks = _servable(identity, answer.chunks)
+        else:
+            answer.chunks = [replace(one, state=REFUSED) if one.state == HIT else one for one in answer.chunks]
             answer.causes.append(refused)
     if not answer.is_hit and not answer.causes:
         catalog = scan(store) if catalog is None else catalog

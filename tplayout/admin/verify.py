@@ -48,7 +48,7 @@ class Finding:
 
     @property
     def is_damage(self) -> bool:
-        """False for what is only untidy."""
+        """Whether the store is not what it is asked to be; False for what is only untidy."""
         return self.kind not in NOTES
 
 
@@ -123,8 +123,7 @@ def verify_store(
     try:
         for space in catalog.namespaces.values():
             _document_findings(store, space, report)
-            if secrets.secret is not None:
-                _unkeyed_findings(store, space, report)
+            report.findings.extend(_unprotected(store, space, secrets))
         sound: dict[str, _Sound] = {name: {} for name in catalog.namespaces}
         for piece_name, piece in _pieces(catalog, checker, journal, jobs, progress):
             _add(store, piece, sound[piece_name.partition("/")[0]], report)
@@ -251,19 +250,26 @@ def _document_findings(store: Store, space: Namespace, report: Report) -> None:
     report.findings.append(Finding(kind, name, fault.reason, detail, fix_of(store, kind, [name]), space.info.size))
 
 
-def _unkeyed_findings(store: Store, space: Namespace, report: Report) -> None:
-    """With a secret, what was written without one is not to be trusted: anybody can make digests that fit."""
-    if space.document is None or space.document.storage.key_id is not None:
+def _unprotected(store: Store, space: Namespace, secrets: Secrets) -> Iterator[Finding]:
+    """What a namespace does not have of that which is given: nothing of it is damaged, and it stays where it is."""
+    if space.document is None:
         return
-    name = namespace_object(space.name)
-    detail = (
-        f"digests without a secret: its {len(space.objects)} objects may be forged, and servers with a secret refuse "
-        "them; without --secret-key-file they are checked against damage only"
-    )
-    fix = fix_of(store, Kind.DAMAGED, [name])
-    report.findings.append(
-        Finding(Kind.DAMAGED, name, Reason.WRONG_SECRET, detail, fix, space.info.size if space.info else 0)
-    )
+    facts, name, count = space.document.storage, namespace_object(space.name), len(space.objects)
+    copy = ["tplayout", "cp", store.url, "NEW-URL"]
+    if secrets.secret is not None and facts.key_id is None:
+        detail = (
+            f"not authenticated: written without a secret, so that its {count} objects may be forged, and servers with "
+            "a secret refuse them; they were checked against damage. If they are to be trusted, a copy gets the secret"
+        )
+        fix = shlex.join([*copy, "--secret-key-file", "FILE"])
+        yield Finding(Kind.UNAUTHENTICATED, name, Reason.WRONG_SECRET, detail, fix)
+    if secrets.encryption_key is not None and facts.encryption_key_id is None:
+        detail = (
+            f"not encrypted: its {count} objects are in clear (codec {facts.codec}), and servers with a key miss them; "
+            "they were checked against damage. A copy is encrypted"
+        )
+        fix = shlex.join([*copy, "--encryption-key-file", "FILE"])
+        yield Finding(Kind.UNENCRYPTED, name, Reason.WRONG_ENCRYPTION_KEY, detail, fix)
 
 
 def _start_server(store: Store) -> str:

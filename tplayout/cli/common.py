@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 SECRET_ENV = "TPLAYOUT_SECRET_KEY"
 ENCRYPTION_KEY_ENV = "TPLAYOUT_ENCRYPTION_KEY"
 _NO_LIMIT = 4096  # columns of a table in a pipe
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def _storage_options(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, Any]:
@@ -131,6 +131,14 @@ secret_option = click.option(
     metavar="FILE",
     callback=_secret,
     help=f"The secret of stores with keyed digests; or {SECRET_ENV} in the environment.",
+)
+unused_secret_option = click.option(
+    "--secret-key-file",
+    "secret",
+    metavar="FILE",
+    callback=lambda ctx, param, path: None if path is None else _secret(ctx, param, path),
+    expose_value=False,
+    help="Taken as by all verbs, and not needed here: no cell's digest is compared.",
 )
 encryption_key_option = click.option(
     "--encryption-key-file",
@@ -273,8 +281,12 @@ def parse_size(text: str) -> int:
 
 
 def parse_age(text: str) -> float:
-    """Seconds of "90", "15m", "12h", "30d", "2w"; an option's `type`. click.BadParameter for others."""
+    """Seconds of "90s", "15m", "12h", "30d", "2w", "0"; an option's `type`. click.BadParameter for others."""
+    if text == "0":
+        return 0.0
     digits = text.rstrip("smhdw")
+    if digits == text and digits.isdecimal():
+        raise click.BadParameter(f"{text!r} has no unit: write {text}s, {text}m, {text}h or {text}d")
     try:
         seconds = float(digits) * _SECONDS[text[len(digits) :]]
         if not 0 <= seconds < 2**40:

@@ -8,6 +8,7 @@ from tplayout.admin.catalog import Namespace
 from tplayout.admin.prefixes import Segment
 from tplayout.cli.common import moment
 from tplayout.format.geometry import Geometry, Group
+from tplayout.format.identity import StorageFacts
 
 SHORT = 12  # hex digits of a key that tell it from others, for people
 
@@ -36,6 +37,14 @@ def namespace_json(space: Namespace) -> dict[str, Any]:
         "newest": moment(newest),
         "fault": None if space.fault is None else str(space.fault),
     }
+
+
+def stored_as(facts: StorageFacts, full: bool = True) -> str:
+    """Codec, encryption key and secret in a few words: "aes-256-gcm, key 1a2b…"; full: with the keys' ids."""
+    if not full:
+        return facts.codec + (", secret" if facts.key_id else "")
+    key = f", encryption key {facts.encryption_key_id}" if facts.encryption_key_id else ""
+    return f"{facts.codec}{key}; digests {facts.digest}" + (f", secret {facts.key_id}" if facts.key_id else "")
 
 
 def group_json(group: Group) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from tplayout.admin.diagnosis import Finding, Level, environment
+from tplayout.admin.diagnosis import Finding, Level, environment, key_files
 from tplayout.admin.store_check import LARGE_BYTES, Unreachable, round_trip, settings
 from tplayout.cli.common import emit_json, json_option, open_store, parse_size, say, size, store_options
 from tplayout.cli.main import NO, UNREACHABLE
@@ -37,12 +37,18 @@ Examples:
     metavar="SIZE",
     help="Size of the object whose rates are measured.",
 )
+@click.option(
+    "--secret-key-file", "secret_file", metavar="FILE", help="Check that the file holds a secret; tell its id."
+)
+@click.option("--encryption-key-file", "key_file", metavar="FILE", help="Check that the file holds a key; tell its id.")
 @store_options
 @json_option
 def command(
     url: str | None,
     no_write: bool,
     large_bytes: int,
+    secret_file: str | None,
+    key_file: str | None,
     storage_options: dict[str, Any],
     timeout: float,
     as_json: bool,
@@ -60,7 +66,7 @@ def command(
         if not as_json:
             _print(finding)
 
-    for finding in environment():
+    for finding in [*environment(), *key_files(secret_file, key_file)]:
         add(finding)
     shown = None
     if url is not None:

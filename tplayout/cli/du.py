@@ -22,6 +22,7 @@ from tplayout.cli.common import (
     size,
     store_options,
     table,
+    unused_secret_option,
 )
 from tplayout.cli.describe import SHORT
 from tplayout.errors import ConfigError
@@ -38,6 +39,8 @@ JSON:
   rows, by prefix            [{namespace, first, start_token, chunks, tokens, bytes,
                              newest}]: all prefixes that begin with the chunk `first`,
                              tokens: of the longest; start_token is null behind a gap
+  left_out, by prefix        {namespace: reason}: unreadable ones, and encrypted ones without
+                             their key
 """
 
 
@@ -53,6 +56,7 @@ JSON:
 )
 @click.option("--top", type=click.IntRange(1), default=20, show_default=True, help="Print so many prefixes (not JSON).")
 @jobs_option
+@unused_secret_option
 @encryption_key_option
 @store_options
 @json_option
@@ -83,16 +87,21 @@ def command(
                 for share in by_age(objects)
             ]
         else:
-            prefixes = _prefixes(store, catalog, jobs, encryption_key)
+            prefixes, left_out = _prefixes(store, catalog, jobs, encryption_key)
             rows = [_prefix_json(share) for share in prefixes]
         if as_json:
-            emit_json({"url": store.url, "by": by, **total, "rows": rows})
+            more = {"left_out": left_out} if by == "prefix" else {}
+            emit_json({"url": store.url, "by": by, **total, "rows": rows, **more})
         elif by == "namespace":
             _print_namespaces(shares, catalog)
         elif by == "age":
             _print_ages(rows)
         else:
-            _print_prefixes(prefixes[:top])
+            if prefixes:
+                _print_prefixes(prefixes[:top])
+            for name, reason in left_out.items():
+                space = catalog.namespaces[name]
+                note(f"left out, {len(space.objects)} objects, {size(space.nbytes)}: {reason}")
             if len(prefixes) > top:
                 rest = sum(share.nbytes for share in prefixes[top:])
                 note(f"and {len(prefixes) - top} more with {size(rest)} (--top)")
@@ -100,18 +109,22 @@ def command(
             note(f"{total['objects']} objects, {size(total['bytes'])}")
 
 
-def _prefixes(store: Store, catalog: Catalog, jobs: int, encryption_key: EncryptionKey | None) -> list[PrefixShare]:
+def _prefixes(
+    store: Store, catalog: Catalog, jobs: int, encryption_key: EncryptionKey | None
+) -> tuple[list[PrefixShare], dict[str, str]]:
+    """The prefixes, the largest first, and why namespaces are left out."""
     shares: list[PrefixShare] = []
+    left_out: dict[str, str] = {}
     for space in catalog.namespaces.values():
         if space.document is None:
-            note(f"namespace {space.name} is left out: {space.fault}")
+            left_out[space.name] = f"namespace {space.name}: {space.fault}"
             continue
         try:
             with progress(f"reading {space.name[:SHORT]}") as tick:
                 shares += by_prefix(space, read_links(store, space, jobs, tick, encryption_key))
         except ConfigError as error:  # encrypted with a key that is not given
-            note(f"left out: {error}")
-    return sorted(shares, key=lambda share: -share.nbytes)
+            left_out[space.name] = str(error)
+    return sorted(shares, key=lambda share: -share.nbytes), left_out
 
 
 def _model(name: str, catalog: Catalog) -> str | None:

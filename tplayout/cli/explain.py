@@ -39,7 +39,8 @@ JSON:
   hit                      every full chunk would hit: the answer, and the exit code
   prompt_tokens, chunk_tokens, hit_tokens, hit_chunks
   chunks                   [{index, start_token, key, state, detail, objects}]
-                           state: hit missing damaged
+                           state: hit missing damaged, or refused: stored, but not with
+                           this secret or encryption key
   reasons                  [{reason, text, namespace, field, ours, theirs}], the most
                            telling first; reason is one of
                              empty-store too-short dtype kv-dtype weights chunk-size

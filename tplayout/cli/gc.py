@@ -23,6 +23,7 @@ from tplayout.cli.common import (
     say,
     size,
     store_options,
+    unused_secret_option,
     yes_option,
 )
 
@@ -74,6 +75,7 @@ JSON: {"order": "use" or "age", "bytes_before", "bytes_after", "chunks", "object
 @jobs_option
 @dry_run_option
 @yes_option
+@unused_secret_option
 @encryption_key_option
 @store_options
 @json_option

@@ -38,14 +38,17 @@ from tplayout.storage.base import TEMPORARY_AGE_S
 _EPILOG = """\b
 JSON:
   url, deep              what was verified, and whether every byte was read
-  sound                  false if there is damage: the answer, and the exit code
+  sound                  the answer, and the exit code: false if damage is left, or what is
+                         unauthenticated or unencrypted; null if nothing is stored there
   namespaces, checked,   how many, bytes read; skipped: objects of namespaces without
   bytes, skipped         a readable namespace.json
   undecrypted            encrypted objects of which only the stored bytes were compared
                          with their digests, for want of the key
   findings               [{kind, damage, object, reason, detail, fix, bytes, home, objects}]
     kind                 damaged truncated misnamed foreign unreadable unidentified,
-                         and without damage: temporary unreachable
+                         with a secret or key: unauthenticated unencrypted (namespaces
+                         without), and without damage: temporary unreachable
+    damage               whether it makes the answer false
     fix                  the command that mends it
     home                 misnamed: the name under which it is sound
     objects              unreachable: all of them (object is the first)
@@ -117,7 +120,8 @@ def command(
     Also told, and no damage: temporary files of writers that died, and chunks that no server can use because the prefix
     before them has a gap. Each comes with the command that mends it. Nothing is changed without --quarantine. Encrypted
     objects are opened where the key is given; else what is stored is compared with its digests, which finds damage, but
-    no forgery.
+    no forgery. Who gives a secret or a key is told which namespaces were written without; they make the exit code 1,
+    and --quarantine leaves them where they are.
     """
     if (dry_run or also) and not move:
         raise ConfigError("--dry-run and --also go with --quarantine: nothing else changes anything")
@@ -138,8 +142,9 @@ def command(
                 journal_path=journal,
                 progress=tick,
             )
-        if not report.namespaces and not report.findings:
-            note(f"nothing is stored in {store.url}: is the URL right?")
+        nothing = not report.namespaces and not report.findings
+        if nothing:
+            note(f"nothing is stored in {store.url}, and nothing was checked: is the URL right?")
         if not as_json:
             _print_findings(report, deep=not quick)
         moves: list[Move] = []
@@ -160,9 +165,12 @@ def command(
         moved = {done.name for done in moves if not done.left}
         remaining = [finding for finding in report.damage if finding.name not in moved]
         if as_json:
-            emit_json(_document(store.url, report, moves, not quick))
+            sound = None if nothing else not remaining
+            emit_json(_document(store.url, report, sound, moves, not quick))
         else:
             _print_moves(moves)
+            if moves and report.damage and not remaining:
+                say("nothing of what was found is left in its place")
     return 1 if remaining else 0
 
 
@@ -186,7 +194,9 @@ def _print_findings(report: Report, deep: bool) -> None:
             "for want of the key (--encryption-key-file)"
         )
     kinds = Counter(finding.kind.value for finding in report.damage)
-    if kinds:
+    if not report.namespaces and not report.findings:
+        say("nothing to check")
+    elif kinds:
         say("NOT sound: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
     else:
         limit = ", as far as can be told without the key" if report.sealed else ""
@@ -199,11 +209,11 @@ def _print_moves(moves: list[Move]) -> None:
         say(f"{done.name} {result}")
 
 
-def _document(url: str, report: Report, moves: list[Move], deep: bool) -> dict[str, Any]:
+def _document(url: str, report: Report, sound: bool | None, moves: list[Move], deep: bool) -> dict[str, Any]:
     return {
         "url": url,
         "deep": deep,
-        "sound": not report.damage,
+        "sound": sound,
         "namespaces": report.namespaces,
         "checked": report.checked,
         "bytes": report.nbytes,
