@@ -148,6 +148,10 @@ class Unavailable(StorageError):
     default_kind = StorageErrorKind.UNAVAILABLE
 
 
+class Unusable(Unavailable):
+    """The place itself can hold no store, a file say, and that lasts until a person changes it or the URL."""
+
+
 class NamespaceMismatch(TPLayoutError):
     """Two identities that must be one: `field` is a dotted path, `ours` and `theirs` its two values."""
 

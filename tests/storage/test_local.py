@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from tplayout.errors import Forbidden, NotFound, StorageError, StorageErrorKind, StorageFull, StorageTimeout
+from tests.support.rights import unprivileged
+from tplayout.errors import Forbidden, NotFound, StorageError, StorageErrorKind, StorageFull, StorageTimeout, Unusable
 from tplayout.storage.base import is_temporary
 from tplayout.storage.local import LocalStore
 
 MIB = 1 << 20
-NOBODY = 65534
 
 
 @pytest.fixture
@@ -58,19 +58,6 @@ def umask(mask: int) -> Iterator[None]:
         yield
     finally:
         os.umask(old)
-
-
-@contextlib.contextmanager
-def unprivileged() -> Iterator[None]:
-    """Without root's right to ignore permissions."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def mode(path: Path) -> int:
@@ -281,6 +268,27 @@ class TestLinks:
             assert [info.key for info in store.list()] == ["ns/k"]
 
 
+@pytest.mark.parametrize("below", ["", "/and/below"])
+def test_a_file_where_the_root_should_be_is_no_miss(tmp_path: Path, below: str) -> None:
+    """Nobody stores there until a person changes it; a missing directory is made by the first put."""
+    (tmp_path / "file").write_text("mine")
+    store = LocalStore(f"{tmp_path}/file{below}")
+    for call in (
+        lambda: store.get("ns/k"),
+        lambda: store.get_range("ns/k", 0, 1),
+        lambda: store.get_into("ns/k", bytearray(1)),
+        lambda: store.put("ns/k", b"x"),
+        lambda: store.exists(["ns/k"]),
+        lambda: list(store.list()),
+        lambda: list(store.strangers()),
+        lambda: store.delete(["ns/k"]),
+        lambda: store.touch(["ns/k"]),
+    ):
+        with pytest.raises(Unusable, match="is a file, or below one, and a store is a directory"):
+            call()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_directory_is_no_object(store: LocalStore, root: Path) -> None:
     store.put("ns/ab/k", b"x")
     with pytest.raises(NotFound):
@@ -335,12 +343,9 @@ def test_permission_denied(tmp_path: Path) -> None:
     root = tmp_path / "locked"
     store = LocalStore(str(root))
     store.put("ns/k", b"x")
-    for directory in (tmp_path, *tmp_path.parents):
-        if directory.owner() == "root" and os.geteuid() == 0 and directory.name.startswith("pytest-of"):
-            directory.chmod(0o755)
     root.chmod(0o000)
     try:
-        with unprivileged():
+        with unprivileged(tmp_path):
             for call in (
                 lambda: store.put("ns/new", b"x"),
                 lambda: store.get("ns/k"),

@@ -19,6 +19,10 @@ _NOATIME = getattr(os, "O_NOATIME", 0)  # Linux: reading does not count as use, 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+class NoRoot(OSError):
+    """The store's root, or what is above it, is no directory."""
+
+
 class NotPlain(Exception):
     """A link, device or the like stands where a file or directory belongs; str() is its path below the root."""
 
@@ -245,12 +249,15 @@ def _size_of(name: str, parent: int) -> int:
 
 def _open_root(root: str, create: bool) -> int:
     try:
+        try:
+            return os.open(root, _DIRECTORY)
+        except FileNotFoundError:
+            if not create:
+                raise
+        make_directories(root)
         return os.open(root, _DIRECTORY)
-    except FileNotFoundError:
-        if not create:
-            raise
-    make_directories(root)
-    return os.open(root, _DIRECTORY)
+    except NotADirectoryError:  # not what it means further below, where it may be another's mistake, or an attack
+        raise NoRoot(errno.ENOTDIR, os.strerror(errno.ENOTDIR), root) from None
 
 
 def make_directories(path: str) -> None:

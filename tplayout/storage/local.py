@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from tplayout.errors import Forbidden, NotFound, StorageError, StorageErrorKind, StorageFull, Unavailable
+from tplayout.errors import Forbidden, NotFound, StorageError, StorageErrorKind, StorageFull, Unavailable, Unusable
 from tplayout.storage import beneath
 from tplayout.storage.base import (
     DEFAULT_TIMEOUT_S,
@@ -123,7 +123,9 @@ class LocalStore(Store):
                     return self._publish(key, temporary_name(key.rpartition("/")[2]), lease.nbytes, write)
                 except FileNotFoundError:  # somebody removes directories: make them again
                     lease.check()
-            raise Unavailable(f"put {key!r} on {self.url}: its directory vanishes again and again while it is written")
+            raise Unavailable(
+                f"put {key!r} on {self.url}: its directory cannot be made, or vanishes while it is written"
+            )
 
         try:
             self._call("put", key, publish, deadline)
@@ -240,6 +242,11 @@ class LocalStore(Store):
             raise self._error(verb, key, exc) from None
 
     def _error(self, verb: str, key: str, exc: OSError) -> StorageError:
+        if isinstance(exc, beneath.NoRoot):
+            return Unusable(
+                f"{verb} {key!r} on {self.url}: that is a file, or below one, and a store is a directory; "
+                "give another URL, or remove what is in the way"
+            )
         what = f"{verb} {key!r} on {self.url}: {os.strerror(exc.errno) if exc.errno else exc}"
         if exc.errno == errno.ENOENT:
             return NotFound(what)
