@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.sample_stores import TOKENS, content, damage_one, store_prompts, two_namespaces
-from tests.support.tool import ask, call
+from tests.support.tool import ask, call, refused
 from tplayout.storage.url import open_store
 
 
@@ -66,6 +66,38 @@ def test_what_is_no_store_is_an_answer_of_no(tmp_path):
     result = call("cp", tmp_path / "empty", tmp_path / "copy")
     assert result.exit_code == 1
     assert "no namespace" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["cp", "mv"])
+def test_a_store_is_not_copied_onto_itself(store, tmp_path, verb):
+    (tmp_path / "alias").symlink_to(store)
+    for target in (store, tmp_path / "alias"):
+        assert "one place" in refused(verb, store, target)
+
+
+def test_a_destination_that_is_a_file_is_left_alone(store, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for target in ("file", "file/below"):
+        line = refused("cp", store, tmp_path / target)
+        assert ("is a file" in line, "remove" in line) == (True, False)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_namespace_that_is_not_there_is_an_answer_of_no(store, tmp_path):
+    """In all verbs that take one."""
+    name = "ffff" * 8
+    for arguments in (
+        ["cp", store, tmp_path / "to"],
+        ["export", store, tmp_path / "to"],
+        ["gc", store],
+        ["verify", store],
+    ):
+        assert "no namespace begins with" in refused(*arguments, "--namespace", name, code=1)
+    assert "no namespace begins with" in refused(
+        "convert", store, tmp_path / "to", "--tp", 2, "--namespace", name, code=1
+    )
+    assert "no namespace begins with" in refused("ls", store, name, code=1)
+    assert not (tmp_path / "to").exists()
 
 
 @pytest.mark.parametrize(("source", "target"), [("store", "store/copy"), ("store/deep", "store")])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.sample_stores import damage_one, two_prompts
-from tests.support.tool import ask, call
+from tests.support.tool import ask, call, refused
 
 
 @pytest.fixture
@@ -31,6 +31,14 @@ def test_a_file_is_not_replaced_unasked(store, tmp_path):
     assert "--force" in result.stderr
     assert (tmp_path / "file").read_text() == "precious"
     assert "wrote" in call("export", store, tmp_path / "file", "--force").stdout
+
+
+@pytest.mark.parametrize(("file", "said"), [("-", "stdout"), (".", "is a directory"), ("deep/file", "no directory")])
+def test_a_place_where_no_file_can_be_written(store, tmp_path, monkeypatch, file, said):
+    monkeypatch.chdir(tmp_path)
+    for options in ([], ["--force"], ["--dry-run"]):
+        assert said in refused("export", store, file, *options)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
 def test_damage_is_an_answer_of_no(store, tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.filled_store import cache_with_a_gap, fill, identity, layout_of_group
-from tests.support.tool import ask, call
+from tests.support.tool import ask, call, refused
 from tplayout.cache import Cache
 
 
@@ -68,6 +68,14 @@ def test_an_empty_store_is_no_error(tmp_path):
     assert (result.exit_code, result.stdout) == (0, "")
     assert "holds no namespace" in result.stderr
     assert ask("ls", str(tmp_path))["namespaces"] == []
+
+
+def test_what_is_no_store_is_said_to_be_something_else(cache, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    assert "is a file" in refused("ls", tmp_path / "file")
+    for verb in ("ls", "verify", "du"):
+        line = refused(verb, f"{cache.store.url}/{cache.namespace}")
+        assert f"is a namespace of the store {cache.store.url}: name that, and {cache.namespace}" in line
 
 
 @pytest.mark.parametrize(("namespace", "code"), [("ffff", 1), ("xyz", 2), ("../..", 2)])

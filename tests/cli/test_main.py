@@ -126,6 +126,7 @@ def test_wrong_use_is_2(arguments):
         (GeometryError("x"), 2),
         (StorageError("x", StorageErrorKind.INVALID_NAME), 2),
         (FileNotFoundError(2, "No such file or directory", "x"), 2),
+        (PermissionError(13, "Permission denied", "x"), 3),
         (click.UsageError("x"), 2),
         (NotFound("x"), 1),
         (FormatError(Reason.TRUNCATED, "x"), 1),

@@ -42,7 +42,7 @@ def a_journal(store: Path, out: Path) -> None:
 WRITERS: dict[str, Callable[[Path, Path], object]] = {
     "cp": lambda store, out: call("cp", store, out / "a/b/copy"),
     "mv": lambda store, out: call("mv", store, out / "moved", "--yes"),
-    "export": lambda store, out: call("export", store, out / "deep/bundle"),
+    "export": lambda store, out: call("export", store, out / "bundle"),
     "import": lambda store, out: call("import", a_bundle(store, out), out / "imported"),
     "chunks": lambda store, out: call("convert", store, out / "chunks", "--chunk-tokens", "2"),
     "codec": lambda store, out: call("convert", store, out / "packed", "--codec", "shuffle-zstd"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +14,10 @@ from tplayout.admin.namespaces import OpenNamespace, begin_namespace
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Parts
 from tplayout.admin.shard_files import ShardHeader, ranks_of, read_shard_header
-from tplayout.admin.shards import ShardSet, ShardWriter, shard_files
-from tplayout.admin.transfer import Tally, read_prefix, store_prefix
+from tplayout.admin.shards import ShardSet, ShardWriter, find_shard_sets, is_shard_file, shard_files
+from tplayout.admin.transfer import Place, Tally, read_prefix, store_prefix
 from tplayout.admin.work import SIMPLY, Work
-from tplayout.errors import ConfigError, NamespaceMismatch, NotFound, TPLayoutError
+from tplayout.errors import ConfigError, GeometryError, NamespaceMismatch, NotFound, TPLayoutError
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
 from tplayout.format.keys import NO_EXTRAS, ROOT, ChunkId, chunk_key
@@ -74,6 +74,7 @@ def import_shards(
     NamespaceMismatch naming the first field in which they differ; as `ShardSet` for files that do not fit.
     """
     report = Report()
+    done: set[Place] = set()
     parts = Parts(work.progress, sum(map(_objects_in, directories)))
     for directory in directories:
         with ShardSet(directory) as shards:
@@ -82,7 +83,7 @@ def import_shards(
             tokens = shards.tokens()
             chunks = chain_of_digests(target.digest, tokens, shards.extras(), target.chunk_tokens)
             part = parts.part(len(chunks) * len(own.geometry.groups))
-            report.tally.add(store_prefix(shards, chunks, target, work.telling(part)))
+            report.tally.add(store_prefix(shards, chunks, target, work.telling(part), done))
             report.prefixes += 1
             report.rest += len(tokens) % target.chunk_tokens
             report.namespace = target.name
@@ -116,6 +117,8 @@ def _identity_of(shards: ShardSet, stated: Identity | None) -> Identity:
 def stages_of(geometry: Geometry, pp_size: int, partition: Sequence[int] | None = None) -> list[range]:
     """Layer numbers of each pipeline stage of a model with this geometry. Raises GeometryError."""
     layers = 1 + max(layer for group in geometry.groups for layer in group.layers)
+    if partition is None and pp_size > layers:
+        raise GeometryError(f"PP size {pp_size} is more than the model's {layers} layers: each stage needs one")
     return pp_layer_ranges(layers, pp_size, partition)
 
 
@@ -130,9 +133,11 @@ def export_shards(
     """Prefixes of a namespace as per-rank shard sets: directory/<first 32 hex digits of the last chunk's key>/.
 
     keys: last chunks of the prefixes; None for the longest prefixes that have no gap. A prefix with a damaged object
-    is skipped and named. Raises GeometryError if the TP size does not divide the heads.
+    is skipped and named. Raises GeometryError if the TP size does not divide the heads, ConfigError if the directory
+    holds shards of another TP or PP size.
     """
     ranks = ranks_of(origin.identity.geometry, tp_size, stages)
+    _check_same_split(directory, {rank.file_name for rank in ranks})
     index = build_index(origin)
     report = Report(namespace=origin.name)
     paths = list(index.prefixes()) if keys is None else [path_to(index, key) for key in keys]
@@ -170,6 +175,14 @@ def export_shards(
         finally:
             writer.discard()
     return report
+
+
+def _check_same_split(directory: Path, names: Collection[str]) -> None:
+    """Files of two splits side by side would be of no set."""
+    for place in find_shard_sets(directory):
+        for path in sorted(place.glob("*.safetensors")):
+            if path.name not in names and is_shard_file(path):
+                raise ConfigError(f"{path} is a shard of another TP or PP size: name another DST, or an empty one")
 
 
 def skip_gaps(index: Index, report: Report) -> None:

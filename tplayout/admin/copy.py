@@ -54,13 +54,6 @@ class Copied:
         return not self.damaged
 
 
-def check_not_nested(source: Store, target: Store) -> None:
-    """ConfigError if one store lies within the other by its name: the outer would hold foreign files."""
-    for inner, outer in ((source.url, target.url), (target.url, source.url)):
-        if inner.startswith(f"{outer.rstrip('/')}/"):
-            raise ConfigError(f"{inner} lies within {outer}: give a place beside it")
-
-
 def check_apart(source: Store, target: Store) -> None:
     """ConfigError if both are one store, by whatever names: a move would delete what it has just written.
 

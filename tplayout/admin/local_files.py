@@ -55,6 +55,12 @@ class ReadFile:
         self.close()
 
 
+def is_safetensors(path: Path) -> bool:
+    """Whether a file begins as safetensors do: what is damaged behind that is another question. Raises StorageError."""
+    with os_errors(), ReadFile(path) as file:
+        return file.size > 8 and file.read(8, 1) == b"{"
+
+
 class NewFile:
     """A file that is written in pieces, from several threads, and has its name once it is complete, by `publish`.
 

@@ -15,7 +15,7 @@ from tplayout.admin.chains import build_index
 from tplayout.admin.convert import Report, chain_of_digests, chunks_of, path_to, skip_gaps
 from tplayout.admin.namespaces import OpenNamespace, begin_namespace
 from tplayout.admin.progress import Parts
-from tplayout.admin.transfer import Bits, cells_of, store_prefix
+from tplayout.admin.transfer import Bits, Place, cells_of, store_prefix
 from tplayout.admin.values import Converter, Losses, converted_group, converter, is_lossless
 from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import ConfigError, FormatError, GeometryError, NotFound
@@ -81,6 +81,7 @@ def rechunk(
     document = origin.document
     target = begin_namespace(store, identity, document.model, own, codec, work.dry_run, document.storage)
     report = Rechunked(namespace=target.name)
+    done: set[Place] = set()
     converters = [converter(old, new) for old, new in pairs]
     report.losses = {
         new.name: one.losses for (_, new), one in zip(pairs, converters, strict=True) if one.losses is not None
@@ -101,7 +102,7 @@ def rechunk(
         sizes = [{group: info.size for group, info in index.chunks[key].objects.items()} for key in path]
         source = _Chunks(origin, chunks, sizes, converters, report)
         ids = chain_of_digests(target.digest, tokens, extras, target.chunk_tokens)
-        report.tally.add(store_prefix(source, ids, target, work.telling(part)))
+        report.tally.add(store_prefix(source, ids, target, work.telling(part), done))
         report.prefixes += 1
         report.rest += len(tokens) % target.chunk_tokens
     report.bytes_read = sum(report.read.values())

@@ -131,7 +131,7 @@ def _directory(path: str) -> Iterator[Finding]:
         info = os.stat(path)
         mode = stat.S_IMODE(info.st_mode)
         if not stat.S_ISDIR(info.st_mode):
-            yield Finding("directory", Level.FAIL, f"{path} is no directory", "give another URL, or remove it")
+            yield Finding("directory", Level.FAIL, f"{path} is no directory", "give another URL")
             return
         if mode & 0o077:
             text = f"{path} has mode {mode:04o}: others on this machine may list or read it, prompts included"

@@ -23,6 +23,7 @@ from tplayout.format.keys import ChunkId
 from tplayout.format.layout import ChunkLayout
 
 Bits = NDArray[Any]
+Place = tuple[bytes, int]  # key of a chunk, index of a group
 
 
 class Source(Protocol):
@@ -61,11 +62,6 @@ class Tally:
         self.absent += other.absent
         self.nbytes += other.nbytes
         self.damaged |= other.damaged
-
-    @property
-    def objects(self) -> int:
-        """All that were looked at."""
-        return self.written + self.present + self.absent + len(self.damaged)
 
 
 def cells_of(buf: Buffer, layout: ChunkLayout) -> Bits:
@@ -106,10 +102,12 @@ def store_prefix(
     chunks: Sequence[ChunkId],
     target: OpenNamespace,
     work: Work = SIMPLY,
+    done: set[Place] | None = None,
 ) -> Tally:
     """Write those objects of a prefix that the target lacks. A job holds one object's bytes, and what its source does.
 
-    A dry run counts only; what the source does not have then counts as written.
+    A dry run counts only; what the source does not have then counts as written. done: what prefixes before this one had
+    in this run, which counts no more, and to which this one's is added.
     """
     groups = range(len(target.identity.geometry.groups))
     places = [(chunk, group) for chunk in chunks for group in groups]
@@ -119,6 +117,10 @@ def store_prefix(
     def one(place: tuple[ChunkId, int]) -> Tally:
         chunk, group = place
         layout = target.layout(group)
+        if done is not None:
+            if (chunk.key, group) in done:
+                return Tally()
+            done.add((chunk.key, group))
         if there[place]:
             return Tally(present=1)
         if work.dry_run:
@@ -126,6 +128,8 @@ def store_prefix(
         buf = bytearray(layout.nbytes)
         span = range(chunk.index * target.chunk_tokens, (chunk.index + 1) * target.chunk_tokens)
         if not source.fill(group, span, cells_of(buf, layout)):
+            if done is not None:
+                done.discard((chunk.key, group))  # another prefix may have it
             return Tally(absent=1)
         seal(buf, layout, target.digest, chunk, target.hasher)
         return Tally(written=1, nbytes=target.write(chunk.key, group, buf))
@@ -163,7 +167,7 @@ def _count(
     work: Work,
 ) -> Tally:
     tally = Tally()
-    for each in in_order(one, places, work.jobs):
+    for done, each in enumerate(in_order(one, places, work.jobs), 1):
         tally.add(each)
-        work.progress(tally.objects, len(places), tally.nbytes)
+        work.progress(done, len(places), tally.nbytes)
     return tally

@@ -20,7 +20,7 @@ import click
 
 from tplayout import arguments
 from tplayout.admin.progress import Progress, silent
-from tplayout.errors import ConfigError, Unavailable
+from tplayout.errors import ConfigError
 from tplayout.key_files import exposure
 from tplayout.storage.base import DEFAULT_TIMEOUT_S, Store
 
@@ -155,15 +155,17 @@ yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 
 
 def open_store(url: str, storage_options: Mapping[str, Any], timeout: float, must_exist: bool = False) -> Store:
-    """The store at a URL; nothing is connected yet. must_exist: Unavailable if it names a directory that is not there.
-
-    An empty answer about a mistyped path, or one that is not mounted, would look like a fact about the store.
-    """
+    """The store at a URL. must_exist: raise as `check_store` if it cannot be one that is there."""
+    from tplayout.admin.places import check_store
     from tplayout.storage.url import open_store as open_url
 
     store = open_url(url, storage_options, timeout)
-    if must_exist and store.url.startswith("file://") and not os.path.isdir(store.url.removeprefix("file://")):
-        raise Unavailable(f"{store.url}: there is no such directory; is the path right, and mounted?")
+    if must_exist:
+        try:
+            check_store(store)
+        except BaseException:
+            store.close()
+            raise
     return store
 
 

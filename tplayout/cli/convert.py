@@ -127,8 +127,12 @@ def command(source: str, destination: str, as_json: bool, **options: Any) -> int
 
 
 def _convert(source: str, destination: str, options: dict[str, Any], work: Work) -> tuple[tuple[str, str], Report]:
+    from tplayout.admin.places import check_separate, check_source
     from tplayout.admin.shards import find_shard_sets
 
+    check_separate(source, destination)
+    if is_local(source):
+        check_source(local_path(source))
     sets = find_shard_sets(local_path(source)) if is_local(source) else []
     to_shards = options["tp"] is not None
     if options["engine_config"] is not None:
@@ -195,11 +199,13 @@ def _to_shards(source: str, destination: str, options: dict[str, Any], work: Wor
     from tplayout.admin.chains import build_index
     from tplayout.admin.convert import export_shards, stages_of
     from tplayout.admin.namespaces import choose_namespace
+    from tplayout.admin.places import check_directory
     from tplayout.admin.selection import read_token_file, selected
 
     _refuse(options, "a store to shards", "codec", "dst_encryption_key", "chunk_tokens", "dtype", "lossy", "model")
     if not is_local(destination):
         raise ConfigError(f"DST {destination}: per-rank shards are written to a local directory")
+    check_directory(local_path(destination))
     prompts = [read_token_file(path) for path in options["token_files"]]
     with open_source(source, options["storage_options"], options["timeout"], destination) as store:
         origin = choose_namespace(store, options["namespace"], secrets_of_source(options))

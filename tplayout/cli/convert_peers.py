@@ -147,10 +147,12 @@ def convert_to_transformers(source: str, destination: str, options: dict[str, An
     """A prompt of a store as a file for transformers."""
     from tplayout.admin.namespaces import choose_namespace
     from tplayout.admin.peers import store_to_transformers
+    from tplayout.admin.places import check_file
 
     tokens = _prompt(options)
     if not is_local(destination):
         raise ConfigError(f"DST {destination}: a file for transformers is a local one")
+    check_file(local_path(destination))
     with open_source(source, options["storage_options"], options["timeout"], destination) as store:
         origin = choose_namespace(store, options["namespace"], secrets_of_source(options))
         file = local_path(destination)
@@ -159,8 +161,17 @@ def convert_to_transformers(source: str, destination: str, options: dict[str, An
 
 def convert_transformers(source: str, destination: str, options: dict[str, Any], work: Work) -> Report:
     """A file of transformers' tensors into a store. --model: where the file holds no identity."""
+    from tplayout.admin.local_files import is_safetensors
     from tplayout.admin.peers import import_transformers
+    from tplayout.admin.shards import is_shard_file
 
+    if not is_safetensors(local_path(source)):
+        raise ConfigError(
+            f"{source} is a file, and no safetensors file: SRC is a directory, or a file with a prompt's KV for "
+            "transformers; `tplayout import` reads what export wrote"
+        )
+    if is_shard_file(local_path(source)):
+        raise ConfigError(f"{source} is one rank's shard: name the directory that holds all of them")
     identity = None if options["model"] is None else _identity(options)
     model = "" if options["model"] is None else options["model"].resolve().name
     with open_destination(
@@ -252,6 +263,9 @@ def _identity(options: dict[str, Any]) -> Identity:
 
 
 def _directory(url: str) -> Path:
+    from tplayout.admin.places import check_directory
+
     if not is_local(url):
         raise ConfigError(f"DST {url}: vLLM's tier is a local directory")
+    check_directory(local_path(url))
     return local_path(url)

@@ -74,6 +74,9 @@ def copy_options(function: F) -> F:
 
 def run(source: str, destination: str, options: dict[str, Any], move: bool) -> int:
     """Copy or move, print the answer, return the exit code."""
+    from tplayout.admin.places import check_separate
+
+    check_separate(source, destination)
     given, own, timeout = options["storage_options"], options["dst_storage_options"], options["timeout"]
     with (
         open_source(source, given, timeout, destination) as origin,
@@ -96,13 +99,12 @@ def run(source: str, destination: str, options: dict[str, Any], move: bool) -> i
 
 def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> dict[str, Copied]:
     from tplayout.admin.chains import build_index
-    from tplayout.admin.copy import check_not_nested, copy_namespace, move_namespace
+    from tplayout.admin.copy import copy_namespace, move_namespace
     from tplayout.admin.namespaces import choose_namespace
     from tplayout.admin.progress import Parts
     from tplayout.admin.selection import read_token_file, selected
     from tplayout.admin.work import Work
 
-    check_not_nested(origin, target)
     source, own = secrets_of_source(options), secrets_of_destination(options)
     prompts = [read_token_file(path) for path in options["token_files"]]
     reports: dict[str, Copied] = {}

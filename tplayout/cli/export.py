@@ -58,10 +58,12 @@ def command(url: str, file: Path, as_json: bool, **options: Any) -> int:
     from tplayout.admin.bundle import export_prefixes
     from tplayout.admin.chains import build_index
     from tplayout.admin.namespaces import choose_namespace
+    from tplayout.admin.places import check_file
     from tplayout.admin.selection import read_token_file, selected
     from tplayout.admin.work import Work
     from tplayout.errors import ConfigError
 
+    check_file(file)
     if file.exists() and not options["force"] and not options["dry_run"]:
         raise ConfigError(f"{file} is there already: --force replaces it")
     prompts = [read_token_file(path) for path in options["token_files"]]

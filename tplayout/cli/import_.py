@@ -46,8 +46,11 @@ def command(file: Path, url: str, as_json: bool, **options: Any) -> int:
     Every object is verified; damaged ones are named and left out, and what the store has is skipped.
     """
     from tplayout.admin.bundle import import_bundle
+    from tplayout.admin.places import check_directory, path_of
     from tplayout.admin.work import Work
 
+    if (place := path_of(url)) is not None:
+        check_directory(place)
     with open_store(url, options["storage_options"], options["timeout"]) as store, progress("importing") as tick:
         work = Work(options["jobs"], tick, options["dry_run"])
         done = import_bundle(file, store, secrets_of_source(options), work)

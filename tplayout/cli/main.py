@@ -103,6 +103,8 @@ def code_of(error: BaseException) -> int:
         return NO if isinstance(error, NotFound) else UNREACHABLE
     if isinstance(error, TPLayoutError):
         return NO
+    if isinstance(error, PermissionError):
+        return UNREACHABLE
     return WRONG_USE if isinstance(error, OSError) else BUG
 
 

@@ -107,8 +107,9 @@ def check_kept(origin: OpenNamespace, options: Mapping[str, Any]) -> None:
 
 def is_local(url: str) -> bool:
     """Whether a URL names the local file system, which takes no options."""
-    scheme, colon, _ = url.partition("://")
-    return not colon or scheme.lower() in ("file", "local")
+    from tplayout.admin.places import path_of
+
+    return path_of(url) is not None
 
 
 def open_source(url: str, options: Mapping[str, Any], timeout: float, other: str) -> Store:
@@ -118,10 +119,18 @@ def open_source(url: str, options: Mapping[str, Any], timeout: float, other: str
 
 def open_destination(url: str, options: Mapping[str, Any], own: Mapping[str, Any], timeout: float, other: str) -> Store:
     """The store that is written. own: --dst-storage-option."""
+    from tplayout.admin.places import check_directory
+
+    if is_local(url):
+        check_directory(local_path(url))
     shared = {} if is_local(url) and not is_local(other) else options
     return open_store(url, own or shared, timeout)
 
 
 def local_path(url: str) -> Path:
     """The path that a local URL names."""
-    return Path(url.partition("://")[2] if "://" in url else url).expanduser()
+    from tplayout.admin.places import path_of
+
+    path = path_of(url)
+    assert path is not None, url
+    return path
