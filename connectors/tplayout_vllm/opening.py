@@ -12,23 +12,21 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tplayout.cache.codec import begun_codec, check_key, require
-from tplayout.cache.namespace import OF_OTHERS, read_namespace
-from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, StorageError
-from tplayout.format.digest import CellHasher, make_hasher
+from tplayout.errors import ConfigError
 from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
 from tplayout.model import describe_weights, model_config, read_config, weight_quantization
 from tplayout.staging.plan import StagingPlan
 from tplayout.staging.region import RegionError, RegionPlan
 from tplayout.staging.stager import Stager
 from tplayout.storage.redact import redact
-from tplayout.storage.url import absolute_url, open_store
+from tplayout.storage.url import absolute_url
 from tplayout_vllm.discovery import block_tables
 from tplayout_vllm.metadata import StagingRef, WorkerReport, this_machine
 from tplayout_vllm.options import Options
 from tplayout_vllm.placement import Placement, Rank, place
 from tplayout_vllm.scheduler import SchedulerSide
 from tplayout_vllm.sizing import Engines, io_processes, staging_slots
+from tplayout_vllm.store_look import look_at_store
 
 logger = logging.getLogger("vllm.tplayout")
 
@@ -74,9 +72,13 @@ def open_scheduler_side(
     check_machines(reports)
     placement = place(reports, options.chunk_tokens, model.get_total_num_kv_heads(), parallel.tensor_parallel_size)
     identity = _identity(vllm_config, options, placement)
-    hasher, codec, agreed = _storage(options, identity)
+    for warning in options.warnings:
+        logger.warning("tplayout: %s", warning)
+    transfer = vllm_config.kv_transfer_config
+    found = look_at_store(options, identity, saves=transfer.is_kv_producer)
+    hasher = found.hasher
     key_id = None if options.encryption_key is None else options.encryption_key.id
-    facts = StorageFacts(hasher.name, hasher.key_id, codec, key_id)
+    facts = StorageFacts(hasher.name, hasher.key_id, found.codec, key_id)
     document = NamespaceDocument(identity, facts, _shown_name(model)).to_bytes()
     writers = tuple(len(ranks) for ranks in placement.writers)
     plan = StagingPlan(
@@ -86,12 +88,12 @@ def open_scheduler_side(
         max_bytes=options.max_bytes or 0,
         namespace=identity.digest(),
         document=document,
-        agreed=agreed,
+        agreed=found.agreed,
         geometry=placement.geometry,
         secret=options.secret,
         encryption_key=options.encryption_key,
         digest=hasher.name,
-        codec=codec,
+        codec=found.codec,
         slots=1,
         writers=writers,
         io_processes=io_processes(options.io_processes),
@@ -112,7 +114,8 @@ def open_scheduler_side(
             f"{error}; lower 'staging_bytes' in kv_connector_extra_config, or raise what limits this process "
             "(ulimit -f, ulimit -v, ulimit -n)"
         ) from None
-    transfer = vllm_config.kv_transfer_config
+    if found.fault is not None:
+        stager.suspend(found.fault.kind, found.fault.detail, loads=found.fault.loads)
     staging = StagingRef(
         region=stager.region_ref,
         geometry=placement.geometry,
@@ -123,7 +126,7 @@ def open_scheduler_side(
     )
     logger.info(
         "tplayout: %s, namespace %s, chunks of %d tokens (%s), staging %s for %d chunks, %d I/O process(es), "
-        "load deadline %g s, digest %s, codec %s, %s",
+        "load deadline %g s%s, digest %s, codec %s, %s%s",
         redact(options.url),
         identity.namespace,
         placement.geometry.chunk_tokens,
@@ -132,9 +135,11 @@ def open_scheduler_side(
         slots,
         plan.io_processes,
         options.load_deadline,
+        " (never slower)" if options.never_slower else " (also where computing is faster)",
         hasher.name,
-        codec if key_id is None else f"{codec} (key {key_id})",
+        found.codec if key_id is None else f"{found.codec} (key {key_id})",
         transfer.kv_role,
+        "".join([", strict" * options.strict, f", max_bytes {_size(plan.max_bytes)}" * bool(plan.max_bytes)]),
     )
     return SchedulerSide(
         stager,
@@ -226,69 +231,6 @@ def _directory(name: str, revision: str | None, wanted: str) -> Path:
             f"model {name}: its {wanted} cannot be identified, since its files are not found on this machine "
             f"({type(error).__name__}); {way_out}"
         ) from None
-
-
-def _storage(options: Options, identity: Identity) -> tuple[CellHasher, str, bool]:
-    """Look at the namespace once, and take over digest and codec of one that exists.
-
-    False: the store did not answer, or is encrypted with another key. A conflict refuses the start, these two only if
-    `strict`: keys are changed while servers run.
-    """
-    begun = begun_codec(None, options.encryption_key)
-    require(begun)
-    store = open_store(options.url, options.storage_options, timeout_s=min(options.store_timeout, 10.0))
-    try:
-        found = read_namespace(store, identity)
-        if found is not None:
-            hasher = make_hasher(found.storage.digest, options.secret, found.storage.key_id)
-            if not _has_key(options, found):
-                return hasher, begun, False
-            require(found.storage.codec)
-            return hasher, found.storage.codec, True
-        return make_hasher(None, options.secret), begun, True
-    except StorageError as error:
-        if options.strict:
-            raise ConfigError(
-                f"the store {redact(options.url)} cannot be used ({error}) and 'strict' is set; "
-                "make it reachable, or leave 'strict' out to start without it"
-            ) from None
-        logger.warning(
-            "tplayout: the store %s cannot be used now (%s): serving WITHOUT it, it is tried again by and by",
-            redact(options.url),
-            error,
-        )
-    except (FormatError, NamespaceMismatch) as error:
-        if isinstance(error, FormatError) and error.reason not in OF_OTHERS:
-            fault = (
-                f"a damaged namespace.json: {error}; remove that file, it is written anew then, or use another 'url'"
-            )
-        else:
-            fault = (
-                f"another namespace {identity.namespace}: {error}; "
-                "use another 'url', or the secret and options that it was made with"
-            )
-        raise ConfigError(f"the store {redact(options.url)} holds {fault}") from None
-    finally:
-        store.close()
-    return make_hasher(None, options.secret), begun, False
-
-
-def _has_key(options: Options, found: NamespaceDocument) -> bool:
-    """Whether our encryption key, or none, is the namespace's. If not all of it is a miss; FormatError if strict."""
-    try:
-        check_key(found.storage.codec, found.storage.encryption_key_id, options.encryption_key)
-    except FormatError as error:
-        if options.strict:
-            raise
-        logger.warning(
-            "tplayout: the store %s holds namespace %s in another way (%s): serving WITHOUT it; use another 'url', or "
-            "restart with the 'encryption_key_file' that it was made with",
-            redact(options.url),
-            found.identity.namespace,
-            error,
-        )
-        return False
-    return True
 
 
 def _size(nbytes: float) -> str:

@@ -455,3 +455,32 @@ def test_damage_in_a_packed_object_is_a_miss(world):
     stager.start_lookup("r", chunks)
     state = world.finish(stager, "r")
     assert (state.ready, state.reason) == (1, "damaged")
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_store_that_is_known_to_fail_is_left_alone_from_the_start_and_tried(world, loads):
+    chunks = world.chunks(2)
+    writer = world.stager()
+    world.save(writer, chunks[:1])
+    writer.close()
+    stager = world.stager()
+    stager.suspend("unavailable", "made up", loads=loads)
+    assert stager.health["saves"].startswith("suspended (unavailable)")
+    assert (stager.health["loads"] == "ok") != loads
+    assert stager.begin_save(chunks[1]) is None
+    assert stager.snapshot()["save_skips"] == {"store-unavailable": 1}
+    stager.start_lookup("r", chunks[:1])
+    assert world.finish(stager, "r").ready == (0 if loads else 1)
+    stager.release("r")
+    # It works, so the first try ends that.
+    world.wait_until(lambda: (stager.poll(), stager.health["loads"])[1] == "ok")
+
+    def saved() -> bool:
+        ref = stager.begin_save(chunks[1])
+        if ref is not None:
+            world.fill(stager, ref, chunks[1].key)
+            world.settle(stager)
+        return stager.health["saves"] == "ok"
+
+    world.wait_until(saved)
+    assert world.path(chunks[1]).is_file()

@@ -14,9 +14,10 @@ def unprivileged(path: Path) -> Iterator[None]:
     if os.geteuid() != 0:
         yield
         return
-    for directory in (path, *path.parents):
-        if directory.owner() == "root" and directory.name.startswith("pytest-of"):
-            directory.chmod(0o755)
+    way = [path, *path.parents]
+    top = next((depth for depth, directory in enumerate(way) if directory.name.startswith("pytest-of")), -1)
+    for directory in way[: top + 1]:
+        directory.chmod(0o755)
     os.seteuid(NOBODY)
     try:
         yield

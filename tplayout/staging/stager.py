@@ -181,6 +181,15 @@ class Stager:
         io = "ok" if accepting == wanted else f"{accepting} of {wanted} processes"
         return {"loads": self._pool.reads.state, "saves": self._pool.writes.state, "io": io}
 
+    def suspend(self, kind: str, detail: str, loads: bool = True) -> None:
+        """Begin with a store that is known to fail until a person changes something: saves, and loads, are only tried.
+
+        kind, detail: as those of a failed job.
+        """
+        self._pool.writes.failed(kind, detail, lasting=True)
+        if loads:
+            self._pool.reads.failed(kind, detail, lasting=True)
+
     def snapshot(self) -> dict[str, Any]:
         """`counters`, and "slots": slots by state now, which looks at every slot."""
         return {**self.counters(), "slots": self._pool.table.counts()}
