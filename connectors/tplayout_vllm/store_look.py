@@ -18,7 +18,7 @@ from tplayout.storage.base import Store
 from tplayout.storage.redact import redact
 from tplayout.storage.trial import try_writing
 from tplayout.storage.url import open_store
-from tplayout_vllm.options import Options
+from tplayout_vllm.options import ENCRYPTION_KEY_ENV, Options
 
 logger = logging.getLogger("vllm.tplayout")
 
@@ -51,10 +51,7 @@ def look_at_store(options: Options, identity: Identity, saves: bool) -> Found:
     one line: for a namespace of another kind; with `strict` for all that is wrong. Without, a store that does not
     answer, is damaged, or is encrypted with another key is told in the log (keys are changed while servers run).
     """
-    begun = begun_codec(None, options.encryption_key)
-    require(begun)
-    timeout = min(options.store_timeout, _LONGEST_S)
-    store = open_store(options.url, options.storage_options, timeout, options.max_bytes or 0)
+    begun, store = _prepared(options)
     try:
         document = read_namespace(store, identity)
         found = _taken_over(options, document, begun)
@@ -68,6 +65,22 @@ def look_at_store(options: Options, identity: Identity, saves: bool) -> Found:
     finally:
         store.close()
     return Found(make_hasher(None, options.secret), begun, False, fault)
+
+
+def _prepared(options: Options) -> tuple[str, Store]:
+    """The codec that a new namespace gets, and the store, not yet connected. Raises ConfigError."""
+    begun = begun_codec(None, options.encryption_key)
+    try:
+        require(begun)
+    except ConfigError as error:
+        raise ConfigError(
+            f"kv_connector_extra_config: 'encryption_key_file' (or {ENCRYPTION_KEY_ENV}) is set, and {error}"
+        ) from None
+    timeout = min(options.store_timeout, _LONGEST_S)
+    try:
+        return begun, open_store(options.url, options.storage_options, timeout, options.max_bytes or 0)
+    except ConfigError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
 
 
 def _taken_over(options: Options, document: NamespaceDocument | None, begun: str) -> Found:

@@ -5,16 +5,17 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from sim_store import Sim
 
 from tests.support.rights import unprivileged
-from tplayout.errors import ConfigError
+from tplayout.errors import ConfigError, Forbidden
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity, namespace_document
+from tplayout.storage.local import LocalStore
 from tplayout_vllm.options import Options
 from tplayout_vllm.store_look import look_at_store
 
@@ -180,6 +181,28 @@ def test_strict_refuses_a_directory_that_cannot_be_written_but_not_who_only_read
             look(options, identity)
         assert look(options, identity, saves=False)[2]
     assert os.listdir(tmp_path / "kv") == []
+
+
+def test_strict_says_what_cannot_be_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a bucket that lets servers write and read, which is all that they do."""
+
+    def delete(self: LocalStore, keys: list[str]) -> NoReturn:
+        raise Forbidden("no right to delete")
+
+    monkeypatch.setattr(LocalStore, "delete", delete)
+    assert look(*plain(tmp_path / "kv", strict=True))[2]
+    (line,) = caplog.messages
+    assert "cannot be deleted (forbidden: no right to delete), which no server needs" in line
+
+
+def test_refusals_name_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^kv_connector_extra_config: storage_options 'endpoint' is unknown"):
+        look(*plain(tmp_path, storage_options={"endpoint": "x"}))
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    with pytest.raises(ConfigError, match=r"^kv_connector_extra_config: 'encryption_key_file' \(or TPLAYOUT_ENC\S+ is"):
+        look(*plain(tmp_path, encryption_key=KEY))
 
 
 @pytest.mark.parametrize("saves", [True, False])
