@@ -9,9 +9,9 @@
     faults.damaged()                                   # the objects that are in the store with other bytes than put
 
 Processes read the rates anew for every call, and append what they have done to one log. A fault depends on the seed,
-the method, the path and how often this process has called it, and on no thread's timing; whoever starts anew meets the
-same ones again, unless the seed is another by then. What is written appears
-complete, as on an object store, unless the fault is that it does not. `file:///directory` is the same store, sound.
+the method, the file's name and how often this process has called it, and on no thread's timing; whoever starts anew
+meets the same ones again, unless the seed is another by then. What is written appears complete, as on an object store,
+unless the fault is that it does not. `file:///directory` is the same store, sound.
 """
 
 from __future__ import annotations
@@ -215,7 +215,8 @@ class FaultyFileSystem(AsyncFileSystem):
     def _draw(self, method: str, path: str) -> _Drawn:
         control = json.loads(self._control.read_text())
         self._calls[method, path] += 1
-        chance = random.Random(f"{control['seed']} {method} {path} {self._calls[method, path]}")
+        name = path.rpartition("/")[2]  # not where all of it lies
+        chance = random.Random(f"{control['seed']} {method} {name} {self._calls[method, path]}")
         left = chance.random()
         for fault, rate in control["rates"].get(method, {}).items():
             left -= rate
