@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -101,6 +102,61 @@ def test_the_metrics_are_those_of_the_table() -> None:
     said = dict(table("### Metrics"))
     assert said.pop("`vllm:tplayout_skips_total`") == "Chunks or requests that were not saved or loaded, by `reason`."
     assert said == expected
+
+
+def test_the_reasons_of_skips_are_those_that_are_counted() -> None:
+    rows = table("| `reason` of `vllm:tplayout_skips_total` | what was skipped, and why |")
+    said = set(re.findall(r"`((?:request|save|load)-[a-z-]+)(?:-KIND)?`", " ".join(what for what, _ in rows)))
+    keying = (ROOT / "connectors/tplayout_vllm/keying.py").read_text()
+    saves = (ROOT / "tplayout/staging/saves.py").read_text()
+    stops = "".join((ROOT / f"connectors/tplayout_vllm/{name}.py").read_text() for name in ("connector", "scheduler"))
+    counted = {f"request-{reason}" for reason in re.findall(r'return "([a-z-]+)"', keying)}
+    counted |= {f"request-{reason}" for reason in re.findall(r'\.stop\("([a-z-]+)"\)', stops)}
+    counted |= {
+        f"save-{reason}"
+        for reason in re.findall(r'"(no-slot|backlog|io-down|[a-z]+-stored|in-flight|[a-z]+-again)"', saves)
+    }
+    assert len(counted) > 13
+    assert said == counted | {"save-store", "save-error", "load-error"}
+
+
+def block(name: str) -> str:
+    found = re.search(rf"<!-- test: {name} -->\n```bash\n((?s:.*?))```\n", README)
+    assert found, f"README.md has no shell block behind <!-- test: {name} -->"
+    subprocess.run(["bash", "-n"], input=found[1], text=True, check=True)
+    return found[1]
+
+
+def test_the_server_of_the_example_has_a_model_and_options_that_are_there() -> None:
+    from tools.demo_models import SMOLLM2
+    from tplayout_vllm.options import parse_options
+
+    lines = block("server")
+    (name,) = re.findall(r"tools/demo_models\.py (\S+)\)", lines)
+    assert name in SMOLLM2
+    (config,) = re.findall(r"--kv-transfer-config '(\{(?s:.*?)\})'", lines)
+    assert parse_options(json.loads(config)["kv_connector_extra_config"], {}).url == "file:///tmp/kv"
+    # Programs that run real servers with them.
+    programs = ("tools/demo.py", "tools/vllm_server.py", "tests/e2e/test_server_stop.py")
+    used = "".join((ROOT / program).read_text() for program in programs)
+    words = re.findall(r"--[a-z-]+|\b(?:VLLM|OMP)_[A-Z_]+", lines)
+    assert [word for word in words if f'"{word}"' not in used] == []
+
+
+def test_the_request_of_the_example_is_one_and_its_metrics_are_there() -> None:
+    lines = block("request")
+    (code,) = re.findall(r"-c '(.*?)'", lines, re.DOTALL)
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert len(json.loads(run.stdout)["prompt"]) > 4000
+    (pattern,) = re.findall(r"grep -E '(\S+)'", lines)
+    vllm = find_spec("vllm")
+    if vllm is None or not vllm.submodule_search_locations:
+        pytest.skip("NOT TESTED: the names of vLLM's own metrics, since vLLM is not installed")
+    theirs = Path(vllm.submodule_search_locations[0], "v1/metrics/loggers.py").read_text()
+    for name in ("vllm:prefix_cache_hits", "vllm:external_prefix_cache_hits"):
+        assert f'"{name}"' in theirs
+        assert f"`{name}_total`" in README
+        assert re.match(pattern, f"{name}_total")
 
 
 def test_the_verbs_are_those_of_the_table_with_their_options() -> None:
