@@ -184,6 +184,21 @@ def test_another_codec_with_another_chunk_size(url, tmp_path):
     assert content(tmp_path / "shards") == content(tmp_path / "shards of it")
 
 
+@pytest.mark.parametrize("options", [["--codec", "shuffle-zstd"], ["--codec", "none"], ["--chunk-tokens", 8]])
+def test_who_gives_a_secret_gets_keyed_digests(url, tmp_path, options):
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    (tmp_path / "secret").chmod(0o600)
+    secret = ("--secret-key-file", tmp_path / "secret")
+    result = call("convert", url, tmp_path / "to", *options, *secret)
+    assert (result.exit_code, "checked against damage, not forgery" in result.stderr) == (0, True)
+    assert [space["digest"] for space in ask("ls", tmp_path / "to")["namespaces"]] == ["blake3-keyed"]
+    assert ask("verify", tmp_path / "to", *secret)["sound"] is True
+    run(url, tmp_path / "there", *options)
+    before = content(tmp_path / "there")
+    assert "written without a secret" in fail(url, tmp_path / "there", *options, *secret)
+    assert content(tmp_path / "there") == before
+
+
 def test_a_codec_that_makes_no_sense_is_wrong_use(url, tmp_path):
     assert "--lossy does not go with" in fail(url, tmp_path / "out", "--codec", "none", "--lossy")
     assert "--codec does not go with a store to shards" in fail(url, tmp_path / "out", "--tp", 2, "--codec", "none")

@@ -54,7 +54,6 @@ def test_without_a_secret_before_it_says_so(store, tmp_path):
 
 
 def test_what_is_no_bundle(tmp_path):
-    (tmp_path / "file").write_text("a" * 2000)
-    result = call("import", tmp_path / "file", tmp_path / "new")
-    assert result.exit_code == 1
-    assert "no tplayout bundle" in result.stderr
+    for nbytes in (0, 100, 2000):
+        (tmp_path / "file").write_text("a" * nbytes)
+        assert "no tplayout bundle" in refused("import", tmp_path / "file", tmp_path / "new", code=1)

@@ -96,6 +96,12 @@ def test_every_verb_documents_itself(verb):
         assert not isinstance(option, click.Option) or option.help, option.name
 
 
+@pytest.mark.parametrize("verb", ["cp", "mv", "import", "convert"])
+def test_verbs_that_write_say_what_a_key_does(verb):
+    text = " ".join(call(verb, "--help").output.split())
+    assert "A key or secret that is given, by option or environment, holds for what is written too" in text
+
+
 @pytest.mark.parametrize("verb", ["ls", "du", "inspect", "verify", "explain", "gc", "export"])
 def test_a_directory_that_is_not_there_is_not_reached(verb, tmp_path):
     tokens, model = tmp_path / "tokens", tmp_path / "model"

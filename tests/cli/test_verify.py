@@ -109,6 +109,9 @@ def test_an_empty_place_is_not_called_sound(tmp_path):
     assert (result.exit_code, "sound" in result.stdout) == (0, False)
     assert "nothing was checked" in result.stderr
     assert asked(tmp_path)["sound"] is None
+    (tmp_path / "thesis").write_text("mine")
+    result = run(tmp_path)
+    assert (result.exit_code, "no namespace is stored in" in result.stderr) == (1, True)
 
 
 def test_a_store_that_cannot_be_reached():

@@ -189,6 +189,9 @@ def read_members(opened: ReadFile) -> Iterator[_Member]:
     at = 0
     while True:
         block = opened.read(at, min(_BLOCK, max(0, opened.size - at)))
+        if len(block) < _BLOCK and at == 0:
+            detail = f"no tplayout bundle: {opened.size} bytes"
+            raise FormatError(Reason.NOT_A_CHUNK, detail, str(opened.path))
         if len(block) < _BLOCK:
             raise FormatError(Reason.TRUNCATED, f"no end of archive at byte {at}", str(opened.path))
         if block == bytes(_BLOCK):

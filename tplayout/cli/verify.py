@@ -145,6 +145,8 @@ def command(
         nothing = not report.namespaces and not report.findings
         if nothing:
             note(f"nothing is stored in {store.url}, and nothing was checked: is the URL right?")
+        elif not report.namespaces:
+            note(f"no namespace is stored in {store.url}: is the URL right? What lies there may be somebody's")
         if not as_json:
             _print_findings(report, deep=not quick)
         moves: list[Move] = []
