@@ -52,8 +52,8 @@ def command(url: str, file: Path, as_json: bool, **options: Any) -> int:
     """Write prefixes of the store at URL to FILE, for `tplayout import` into another store.
 
     Say which with --prefix or --tokens; without, all prefixes of the namespace. The file is a plain tar archive, and
-    holds objects as the store does: token ids and KV in clear, unless they are encrypted; a key or secret that the store
-    was written without is refused. Everything is verified; a damaged object stops the export.
+    holds objects as the store does: token ids and KV in clear, unless they are encrypted; a key or secret that the
+    store was written without is refused. Everything is verified; a damaged object stops the export.
     """
     from tplayout.admin.bundle import export_prefixes
     from tplayout.admin.chains import build_index
