@@ -110,7 +110,10 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """All workers' reports are here: open the namespace and the staging region, or refuse to start."""
         reports = {rank: report for rank, report in metadata.items() if isinstance(report, WorkerReport)}
-        self._scheduler = Guarded(open_scheduler_side(self._vllm_config, self._kv_cache_config, self._options, reports))
+        side = open_scheduler_side(
+            self._vllm_config, self._kv_cache_config, self._kv_cache_manager, self._options, reports
+        )
+        self._scheduler = Guarded(side)
 
     def on_new_request(self, request: Request) -> None:
         self._side.add(request, self._local_tokens)

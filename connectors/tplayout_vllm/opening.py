@@ -20,6 +20,7 @@ from tplayout.staging.region import RegionError, RegionPlan
 from tplayout.staging.stager import Stager
 from tplayout.storage.redact import redact
 from tplayout.storage.url import absolute_url
+from tplayout_vllm.admission import Admission, engine_tables
 from tplayout_vllm.discovery import block_tables
 from tplayout_vllm.metadata import StagingRef, WorkerReport, this_machine
 from tplayout_vllm.options import Options
@@ -63,9 +64,12 @@ def check_machines(reports: Mapping[Rank, WorkerReport]) -> None:
 
 
 def open_scheduler_side(
-    vllm_config: Any, kv_cache_config: Any, options: Options, reports: Mapping[Rank, WorkerReport]
+    vllm_config: Any, kv_cache_config: Any, manager: Any, options: Options, reports: Mapping[Rank, WorkerReport]
 ) -> SchedulerSide:
-    """Everything that needs the workers' reports. Raises ConfigError or NamespaceMismatch to refuse the start."""
+    """Everything that needs the workers' reports. manager: the engine's KVCacheManager.
+
+    Raises ConfigError or NamespaceMismatch to refuse the start.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     # For the I/O processes, and for whoever reads the log: the working directory is not theirs.
     options = replace(options, url=absolute_url(options.url))
@@ -146,10 +150,17 @@ def open_scheduler_side(
         staging,
         block_tables(kv_cache_config, placement.tables),
         identity.digest(),
+        Admission(engine_tables(manager), manager, _tokens_ahead(vllm_config)),
         loads=transfer.is_kv_consumer,
         saves=transfer.is_kv_producer,
         never_slower=options.never_slower,
     )
+
+
+def _tokens_ahead(vllm_config: Any) -> int:
+    """Tokens behind a request's last one for which a step of speculative decoding takes blocks, as vLLM counts them."""
+    drafts = int(vllm_config.num_speculative_tokens)
+    return 1 + drafts + int(vllm_config.num_lookahead_tokens) if drafts else 0
 
 
 def _identity(vllm_config: Any, options: Options, placement: Placement) -> Identity:

@@ -15,6 +15,7 @@ from typing import Any
 from tplayout.format.keys import ROOT, ChunkId, chain
 from tplayout.staging.stager import SlotRef, Stager
 from tplayout_vllm import search
+from tplayout_vllm.admission import Admission
 from tplayout_vllm.blocks import BlockTables, Tables
 from tplayout_vllm.keying import ExtrasOf, Keying
 from tplayout_vllm.metadata import AdapterRef, ChunkCopy, StagingRef, StepMetadata, Transfer
@@ -60,6 +61,7 @@ class SchedulerSide:
         staging: StagingRef,
         tables: Tables,
         namespace: bytes,
+        admission: Admission,
         *,
         loads: bool,
         saves: bool,
@@ -71,6 +73,7 @@ class SchedulerSide:
         self._namespace = namespace
         self._chunk = staging.geometry.chunk_tokens
         self._windows = search.Windows.of(staging.geometry, tables)
+        self._admission = admission
         self._loads, self._saves = loads, saves
         self._never_slower = never_slower
         self._prefill = PrefillSpeed()
@@ -102,13 +105,15 @@ class SchedulerSide:
         """The engine is done with a request. Slots of a load under way stay pinned until its copy has ended."""
         self._tracked.pop(request_id, None)
         self._waiting.discard(request_id)
+        self._admission.forget(request_id)
         if request_id not in self._loading:
             search.release(self._stager, request_id)
 
     # -- loading -------------------------------------------------------------------------------------------------
 
     def matched(self, request: Any, local: int) -> int | None:
-        """Tokens that can be loaded behind `local` ones that the engine holds; None while that is not known."""
+        """Tokens that can be loaded behind `local` ones that the engine holds; None while that is not known, or while
+        other loads need the blocks."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not self._may_load(tracked) or tracked.loading:
             return 0
@@ -116,7 +121,7 @@ class SchedulerSide:
             self._search(tracked, local)
         assert tracked.search is not None
         end = tracked.search.poll(local, self._prefill.seconds(self._chunk) if self._never_slower else None)
-        if end is None:
+        if end is None or (end > local and not self._admission.admits(request, local, end)):
             self._waiting.add(request.request_id)
             return None
         self._waiting.discard(request.request_id)
@@ -136,6 +141,7 @@ class SchedulerSide:
 
     def allocated(self, request: Any, tables: BlockTables, external: int) -> bool:
         """The engine gave blocks for `external` claimed tokens: load into them with this step. False: no load."""
+        self._admission.allocated(request, tables, external)
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.loading:
             return False
@@ -166,6 +172,8 @@ class SchedulerSide:
         """
         self._prefill.ended()
         self._counted["load_failures"] += len(failed)
+        for request_id in failed:
+            self._admission.forget(request_id)
         for request_id in finished | failed:
             self._loading.discard(request_id)
             search.release(self._stager, request_id)

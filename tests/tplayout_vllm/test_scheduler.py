@@ -11,6 +11,7 @@ from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.staging.lookups import LookupState
 from tplayout.staging.region import RegionRef
 from tplayout.staging.slots import SlotRef
+from tplayout_vllm.admission import Admission
 from tplayout_vllm.blocks import Tables
 from tplayout_vllm.guard import Guarded
 from tplayout_vllm.metadata import ChunkCopy, StagingRef
@@ -70,7 +71,10 @@ class FakeStager:
 def side(stager: FakeStager, loads: bool = True, saves: bool = True, never_slower: bool = True) -> SchedulerSide:
     staging = StagingRef(RegionRef(1, 2, 3, "t"), GEOMETRY, "xxh3-128", None, {}, (((0, 0),),))
     tables = Tables((8,), ((0,),))
-    return SchedulerSide(stager, staging, tables, bytes(32), loads=loads, saves=saves, never_slower=never_slower)
+    admission = Admission((), None)
+    return SchedulerSide(
+        stager, staging, tables, bytes(32), admission, loads=loads, saves=saves, never_slower=never_slower
+    )
 
 
 def request(tokens: int, name: str = "r", **fields: Any) -> Any:
@@ -109,6 +113,23 @@ def test_what_the_engine_holds_is_not_looked_up() -> None:
     stager = FakeStager()
     add(side(stager), request(100), local=40)
     assert stager.chunks == {"r": 4}  # chunks 2 to 5
+
+
+def test_who_waits_for_blocks_keeps_what_was_found_and_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    stager = FakeStager(ready=3)
+    deciding, one = side(stager), request(100)
+    add(deciding, one)
+    monkeypatch.setattr(deciding._admission, "admits", lambda *_: False)
+    for waits in (1, 2):
+        assert deciding.matched(one, 0) is None
+        deciding.step(output())
+        assert stager.waits == waits
+    assert stager.chunks == {"r": 6}
+    assert deciding.matched(one, 48) == 0  # the engine has it by now: nothing to wait for
+    monkeypatch.undo()
+    assert deciding.matched(one, 0) == 48
+    deciding.step(output())
+    assert stager.waits == 2
 
 
 def test_the_answer_is_none_until_it_is_known() -> None:
