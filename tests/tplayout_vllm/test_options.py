@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tplayout.errors import ConfigError
-from tplayout_vllm.options import ENCRYPTION_KEY_ENV, SECRET_ENV, parse_options
+from tplayout_vllm.options import _NAMES, ENCRYPTION_KEY_ENV, SECRET_ENV, parse_options
 
 
 def parse(**extra: Any) -> Any:
@@ -51,6 +51,44 @@ def test_wrong_options_are_named(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         parse(**extra)
     assert "\n" not in str(caught.value)
+
+
+ODD = [
+    [],
+    {},
+    0,
+    -1,
+    2**80,
+    1.5,
+    float("nan"),
+    "",
+    " ",
+    "x",
+    "\0",
+    "\ud800",
+    "a" * 5000,
+    True,
+    False,
+    b"x",
+    ["x"],
+    {"a": 1},
+]
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_whatever_an_option_is_set_to_a_refusal_names_it_in_one_line(name: str) -> None:
+    refusals = []
+    for value in ODD:
+        try:
+            parse_options({"url": "file:///kv", name: value}, {})
+        except ConfigError as error:
+            refusals.append(str(error))
+    assert len(refusals) >= len(ODD) // 2
+    for line in refusals:
+        assert line.startswith("kv_connector_extra_config: ")
+        assert name in line
+        assert "\n" not in line
+        line.encode()  # as a log does
 
 
 @pytest.mark.parametrize(

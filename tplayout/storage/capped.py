@@ -122,8 +122,8 @@ class CappedStore(LocalStore):
         if account.nbytes + nbytes > self.max_bytes:
             raise OverLimit(
                 f"put {key!r} on {self.url}: {nbytes} bytes more would exceed max_bytes, {account.nbytes} of "
-                f"{self.max_bytes} are in use and what could be evicted is not enough; raise max_bytes, or remove what "
-                "else is in that directory",
+                f"{self.max_bytes} are in use, and no room was made (servers evict, other programs do not); raise "
+                "max_bytes, run `tplayout gc`, or remove what else is in that directory",
                 nbytes=nbytes,
             )
         account.add(nbytes)
