@@ -136,7 +136,7 @@ def test_where_nothing_may_go_saving_stops_with_one_line_and_goes_on_when_there_
     (line,) = [record.getMessage() for record in caplog.records if "suspended" in record.getMessage()]
     assert f"on file://{world.store}" in line
     assert f"of {4 * size} are in use" in line
-    assert "raise max_bytes, or remove what else is in that directory" in line
+    assert "only servers evict); raise max_bytes, run `tplayout gc`, or remove what else is in that directory" in line
     (world.store / "not-ours").unlink()
     began = time.monotonic()
     world.wait_until(lambda: stager.begin_save(chunks[5]), 3.0, 0.01)

@@ -122,7 +122,7 @@ class CappedStore(LocalStore):
         if account.nbytes + nbytes > self.max_bytes:
             raise OverLimit(
                 f"put {key!r} on {self.url}: {nbytes} bytes more would exceed max_bytes, {account.nbytes} of "
-                f"{self.max_bytes} are in use, and no room was made (servers evict, other programs do not); raise "
+                f"{self.max_bytes} are in use, and not enough could be evicted (only servers evict); raise "
                 "max_bytes, run `tplayout gc`, or remove what else is in that directory",
                 nbytes=nbytes,
             )
