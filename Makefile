@@ -19,7 +19,7 @@ export no_proxy := 127.0.0.1,localhost$(if $(no_proxy),$(comma)$(no_proxy))
 export NO_PROXY := $(no_proxy)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-old setup-ceph demo demo-s3 test test-all lint fmt bench fuzz faults soak clean distclean
+.PHONY: help setup setup-old setup-ceph demo demo-s3 test test-all lint fmt bench bench-quick fuzz faults soak clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -55,8 +55,11 @@ test-all: lint setup-old setup-ceph ## every test, then those of `make test` tha
 	@echo "== pytest on vLLM $(VLLM)"; $(PY) -m pytest $(PYTEST_ARGS)
 	@echo "== pytest on vLLM $(VLLM_OLD)"; $(VENV_OLD)/bin/python -m pytest -m "vllm and not slow" $(PYTEST_ARGS)
 
-bench: setup ## measure the store and the reload against what the machine can do
-	@$(PY) tools/bench.py
+bench: setup ## measure copies, digests, stores and lookups against what the machine can do, and keep the results
+	@PYTHONPATH=tools $(PY) -m bench
+
+bench-quick: setup ## the same in five minutes: fewer rounds, smaller stores
+	@PYTHONPATH=tools $(PY) -m bench --quick
 
 fuzz: setup ## feed mutated files to everything that reads files of others [FUZZ_BYTES=1e9]
 	@$(PY) tools/fuzz.py --bytes $(FUZZ_BYTES)
