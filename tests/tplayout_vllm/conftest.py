@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE)]
 
-from sim_config import make_model_directory  # noqa: E402
+from sim_config import Setup, make_model_directory, vllm_config  # noqa: E402
 from sim_store import Sim  # noqa: E402
 
 
@@ -26,6 +26,20 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, model_directory: Path) -> Iterator[pytest.LogCaptureFixture]:
+    """What the connector logs, each line once, whatever vLLM makes of its loggers."""
+    vllm_config(model_directory, Setup(), "memory://")  # the first one sets up logging, and takes off our handlers
+    logger = logging.getLogger("vllm.tplayout")
+    before = logger.level, logger.propagate
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.level, logger.propagate = before
 
 
 @pytest.fixture

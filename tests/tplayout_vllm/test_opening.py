@@ -126,11 +126,10 @@ def test_a_name_that_is_no_text_is_shown_all_the_same() -> None:
     assert _shown_name(SimpleNamespace(model=Path("/models/f\u00fcr-\udcff"))) == "f\u00fcr-\\udcff"
 
 
-def test_the_start_line_shows_what_was_chosen(sim: Sim, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "vllm.tplayout")
+def test_the_start_line_shows_what_was_chosen(sim: Sim, log: pytest.LogCaptureFixture) -> None:
     sim.engine(options={"max_bytes": "80M", "strict": True, "never_slower": True})
     sim.engine(role="kv_consumer")
-    first, second = (line for line in caplog.messages if "namespace" in line)
+    first, second = (line for line in log.messages if "namespace" in line)
     assert f"{sim.url}, " in first
     assert "load deadline 30 s (never slower)" in first
     assert first.endswith("kv_both, strict, max_bytes 80 MiB")
@@ -138,12 +137,10 @@ def test_the_start_line_shows_what_was_chosen(sim: Sim, caplog: pytest.LogCaptur
     assert second.endswith("kv_consumer")
 
 
-def test_a_key_that_others_can_read_is_said_at_start(
-    sim: Sim, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_that_others_can_read_is_said_at_start(sim: Sim, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "key"
     file.write_text("sixteen bytes or more")
     file.chmod(0o640)
     sim.engine(options={"secret_key_file": str(file)})
-    (line,) = (line for line in caplog.messages if "key file" in line)
+    (line,) = (line for line in log.messages if "key file" in line)
     assert line.startswith(f"tplayout: secret_key_file: key file {file} has mode 0640")

@@ -97,14 +97,14 @@ def test_an_encrypted_namespace_is_taken_over(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_another_encryption_key_is_a_miss_in_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Any, key: EncryptionKey | None, codec: str, says: str
+    tmp_path: Path, log: pytest.LogCaptureFixture, change: Any, key: EncryptionKey | None, codec: str, says: str
 ) -> None:
     """[M47] Keys are changed while servers run. It goes on in its own way, which is not the namespace's; `strict`
     refuses."""
     options, identity = plant(tmp_path, change, "blake3", encryption_key=key)
     hasher, begun, agreed = look(options, identity)
     assert (hasher.name, begun, agreed) == ("blake3", codec, False)
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = [record.getMessage() for record in log.records]
     assert says in line
     assert "serving WITHOUT it" in line
     with pytest.raises(ConfigError, match=r"another namespace.*wrong-encryption-key"):
@@ -119,14 +119,14 @@ def test_a_new_namespace_is_encrypted_where_there_is_a_key(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("keep", [0, 1, 100])
 def test_a_damaged_namespace_costs_saves_and_is_told_with_the_way_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: int
+    tmp_path: Path, log: pytest.LogCaptureFixture, keep: int
 ) -> None:
     """After a power loss, say: what was not flushed may be gone."""
     options, identity = plant(tmp_path, lambda document: document[:keep])
     found = look_at_store(options, identity, saves=True)
     assert found.fault is not None
     assert (found.agreed, found.fault.loads) == (False, False)
-    (record,) = caplog.records
+    (record,) = log.records
     assert record.levelname == "ERROR"
     assert "damaged namespace.json" in record.getMessage()
     assert "remove that file" in record.getMessage()
@@ -184,7 +184,7 @@ def test_strict_refuses_a_directory_that_cannot_be_written_but_not_who_only_read
 
 
 def test_strict_says_what_cannot_be_deleted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a bucket that lets servers write and read, which is all that they do."""
 
@@ -193,7 +193,7 @@ def test_strict_says_what_cannot_be_deleted(
 
     monkeypatch.setattr(LocalStore, "delete", delete)
     assert look(*plain(tmp_path / "kv", strict=True))[2]
-    (line,) = caplog.messages
+    (line,) = log.messages
     assert "cannot be deleted (forbidden: no right to delete), which no server needs" in line
 
 
@@ -208,14 +208,14 @@ def test_refusals_name_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize("place", ["{tmp}/file", "/dev/null/x"])
 def test_a_place_that_can_hold_no_store_is_an_error_at_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str, saves: bool
+    tmp_path: Path, log: pytest.LogCaptureFixture, place: str, saves: bool
 ) -> None:
     """Not "now": it does not go away by itself. The server goes on."""
     (tmp_path / "file").write_text("mine")
     found = look_at_store(*plain(place.format(tmp=tmp_path)), saves)
     assert found.fault is not None
     assert (found.agreed, found.fault.kind, found.fault.loads) == (False, "unavailable", True)
-    (record,) = caplog.records
+    (record,) = log.records
     assert record.levelname == "ERROR"
     assert "can never be used" in record.getMessage()
     assert "serving WITHOUT it; correct the 'url'" in record.getMessage()
