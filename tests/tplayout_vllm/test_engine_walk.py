@@ -28,6 +28,7 @@ MODELS = (
 SEEDS = range(7)
 LONGEST = 700
 ACTIONS = 50
+DRAFTS = 3
 
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -69,22 +70,24 @@ class Walk:
 
     def _setup(self) -> dict[str, Any]:
         pick = self.random.choice
-        block = pick([32, 64, 96, 128])
-        # Little more than one request takes, so that requests push each other out.
-        blocks = 1 + int(pick([1.0, 1.2, 2]) * (LONGEST // block + 4)) * len(self.model.tables)
+        block, budget, steps = pick([32, 64, 96, 128]), pick([37, 100, 128, 513]), pick([1, 2])
+        # From what one request takes on, so that requests push each other out, and loads wait for each other.
+        most = -(-(LONGEST + DRAFTS * 2) // block)
+        windows = [self.model.windows[layers[0]] if self.model.hybrid else None for layers in self.model.tables]
+        held = [most if w is None else min(most, -(-(w + steps * budget) // block) + 1) for w in windows]
         return {
             "model": self.model,
             "chunk": self.chunk,
             "tp": pick([1, 2, 4]),
             "block": block,
             "kernel": pick([None, 32]),
-            "budget": pick([37, 100, 128, 513]),
-            "blocks": blocks,
+            "budget": budget,
+            "blocks": 1 + int(pick([1.0, 1.0, 1.2, 2]) * sum(held)),
             "reserve": pick([True, False, False]),
             "seqs": pick([2, 8]),
             "caching": pick([True, True, False]),
-            "asynchronous": pick([False, True]),
-            "drafts": pick([0, 0, 3]),
+            "asynchronous": steps == 2,
+            "drafts": pick([0, 0, DRAFTS]),
             "order": pick(["column", "rows"]),
             "delayed": pick([False, True]),
             "policy": pick(["fcfs", "priority"]),
