@@ -25,6 +25,7 @@ class Sense(Enum):
 
     SPEED = "≥"  # other / ours: how many times as fast we are; a target is a lower bound
     TIME = "≤"  # ours / other: how many times as long we take; a target is an upper bound
+    # The blank keeps it a member of its own.
     SHARE = "≤ "  # 1 - other / ours: the share of our time that the other side does without; an upper bound
 
     def ratio(self, ours: float, other: float) -> float:

@@ -20,7 +20,7 @@ from tplayout.storage import open_store
 RANKS = 4
 TARGET = 2.0
 MOST_ROUNDS = 11
-PATIENCE_S = 180
+PATIENCE_S = 600
 OTHER = "torch.distributed.checkpoint"
 
 

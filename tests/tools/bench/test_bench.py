@@ -104,8 +104,8 @@ def test_readme_shows_rows_that_are_measured_with_their_targets(rows: list[dict[
 
 
 def _plain(name: str) -> str:
-    """A row's name without the number of chunks, which depends on the setting."""
-    return re.sub(r"[\d,]+ chunks", "chunks", name)
+    """A row's name without the number and the size of chunks, which depend on the setting."""
+    return re.sub(r"[\d.,]+ (MiB )?chunks", "chunks", name)
 
 
 def test_without_matplotlib_the_results_are_kept_and_a_line_says_why_there_is_no_plot(tmp_path: Path) -> None:
