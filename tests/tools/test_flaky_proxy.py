@@ -54,9 +54,8 @@ def test_what_is_not_broken_goes_through(proxy: Proxy, server: S3Server) -> None
 
 @pytest.mark.parametrize("fault", list(Wire))
 def test_a_store_reads_right_bytes_or_raises_in_time(proxy: Proxy, server: S3Server, fault: Wire) -> None:
-    with store_behind(proxy, server, 20) as store:
-        store.put("faults/a", DATA)
-    with store_behind(proxy, server, 2) as store:
+    with store_behind(proxy, server, 20) as patient, store_behind(proxy, server, 2) as store:
+        patient.put("faults/a", DATA)
         proxy.faults, proxy.rate = (fault,), 1.0
         start = time.monotonic()
         with pytest.raises(StorageError):
@@ -64,7 +63,7 @@ def test_a_store_reads_right_bytes_or_raises_in_time(proxy: Proxy, server: S3Ser
         assert time.monotonic() - start < 2 + 10
         assert proxy.injected[fault] > 0
         proxy.rate = 0.0
-        assert store.get("faults/a") == DATA
+        assert patient.get("faults/a") == DATA
 
 
 def test_a_part_of_the_requests_fails_the_same_for_the_same_seed(server: S3Server) -> None:
@@ -94,12 +93,11 @@ def test_a_narrow_line_is_shared_by_all(proxy: Proxy, server: S3Server) -> None:
 
 
 def test_hanging_and_refusing_until_it_passes_again(proxy: Proxy, server: S3Server) -> None:
-    with store_behind(proxy, server, 20) as store:
-        store.put("modes/a", DATA)
-    with store_behind(proxy, server, 1) as store:
+    with store_behind(proxy, server, 20) as patient, store_behind(proxy, server, 1) as store:
+        patient.put("modes/a", DATA)
         for stop in (proxy.hang, proxy.refuse):
             stop()
             with pytest.raises(StorageError):
                 store.get("modes/a")
             proxy.pass_()
-            assert store.get("modes/a") == DATA
+            assert patient.get("modes/a") == DATA
