@@ -38,7 +38,7 @@ def test_namespace_that_differs(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a secret of more than sixteen bytes\n")
     lines = refusal(tmp_path / "log", offload(f"file://{tmp_path}/store", secret_key_file=str(secret)))
-    assert_one_line(lines, identity.namespace, "digest", "blake3-keyed", "xxh3-128")
+    assert_one_line(lines, identity.namespace, "written without a secret", "xxh3-128", "leave it out")
 
 
 @pytest.mark.slow
