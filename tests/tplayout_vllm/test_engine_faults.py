@@ -305,7 +305,7 @@ def test_a_store_that_turns_out_to_be_kept_in_another_way_is_left_alone(
         raise Unavailable("made up")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tplayout_vllm.opening.read_namespace", unreachable)
+        patch.setattr("tplayout_vllm.store_look.read_namespace", unreachable)
         engine = sim.engine(caching=False)
     before = files_of(sim)
     said = left_alone(sim, engine, (text, other), before, caplog)

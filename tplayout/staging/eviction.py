@@ -6,10 +6,12 @@ others wait for it and find what it has left.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from tplayout.cache.chunk_ids import read_id
@@ -50,6 +52,18 @@ class Evictor:
         self._count = 0
         self.alive_at = -math.inf  # when it last got on, by time.monotonic: all together may take long
         self._parents: dict[str, bytes] = {}  # by object name: an object never says anything else
+        self._writing: Counter[bytes] = Counter()
+
+    @contextlib.contextmanager
+    def writing(self, key: bytes) -> Iterator[None]:
+        """While the chunk of that key is being written, waiting for room included: what continues it has a prefix."""
+        with self._lock:
+            self._writing[key] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._writing -= Counter([key])
 
     def make_room(self, nbytes: int, key: bytes = b"", parent: bytes = ROOT) -> bool:
         """Remove chunks until so many bytes can be written, and some more. False, and nothing goes, if too little may.
@@ -63,6 +77,8 @@ class Evictor:
                 return True
             self.alive_at = time.monotonic()
             begun = self._look_at_temporaries()
+            with self._lock:
+                begun |= {writing.hex() for writing in self._writing}
             short = nbytes - self._store.room()
             chunks = self._chunks({key, parent})
             if parent != ROOT and parent.hex() not in begun and not any(chunk.key == parent for chunk in chunks):

@@ -60,13 +60,16 @@ class Bench:
 
     def put(self, name: str, data: Buffer, key: bytes = b"", parent: bytes = ROOT) -> None:
         """Put an object, and make room for it first if that must be. key, parent: of a chunk. Raises StorageError."""
-        for _ in range(_ROOM_TRIES):  # what one makes room for, another may take
-            try:
-                return self.store.put(name, data)
-            except OverLimit as error:
-                if self.evictor is None or not self.evictor.make_room(error.nbytes, key, parent):
-                    raise
-        self.store.put(name, data)
+        if self.evictor is None:
+            return self.store.put(name, data)
+        with self.evictor.writing(key):
+            for _ in range(_ROOM_TRIES):  # what one makes room for, another may take
+                try:
+                    return self.store.put(name, data)
+                except OverLimit as error:
+                    if not self.evictor.make_room(error.nbytes, key, parent):
+                        raise
+            self.store.put(name, data)
 
 
 class NamespaceCheck:
