@@ -267,11 +267,10 @@ def plain_beginning(
     head: Buffer, layout: EncryptedLayout, chunk_key: bytes, key: EncryptionKey, cipher: Cipher
 ) -> memoryview:
     """The plain object's header, tokens, parent, extras and padding. head: the first layout.info_bytes, checked."""
-    plain = memoryview(bytearray(layout.plain.sections))
+    plain = bytearray(layout.plain.sections)
     for start, data in _Opener(memoryview(head).cast("B"), layout, chunk_key, key, cipher).beginning():
-        if start < len(plain):
-            plain[start : start + len(data)] = data
-    return plain
+        paste(plain, range(len(plain)), start, data)
+    return memoryview(plain)
 
 
 def plain_range(

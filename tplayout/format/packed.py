@@ -192,11 +192,10 @@ def check_info(head: Buffer, file_size: int, layout: PackedLayout) -> tuple[int,
 
 def plain_beginning(head: Buffer, layout: PackedLayout) -> memoryview:
     """The plain object's header, tokens, parent, extras and padding. head: of the packed one, checked."""
-    plain = memoryview(bytearray(layout.plain.sections))
+    plain = bytearray(layout.plain.sections)
     for start, data in _beginning(memoryview(head).cast("B"), layout):
-        if start < len(plain):
-            plain[start : start + len(data)] = data
-    return plain
+        paste(plain, range(len(plain)), start, data)
+    return memoryview(plain)
 
 
 def plain_range(
