@@ -136,7 +136,7 @@ if [ "$(cat "$venv/setup.vllm" 2>/dev/null)" != "$vllm" ]; then
   printf '%s' "$vllm" >"$venv/setup.vllm"
 fi
 
-quietly "installing tplayout with its test tools" pip install -e ".[s3,test]" || { show_log; fail \
+quietly "installing tplayout with its development tools" pip install -e ".[s3,dev]" || { show_log; fail \
   "the project's own requirements could not be installed; the whole log is $log."; }
 
 # Only the model file in it is used. Its requirements (a command line tool, and llama-cpp-python, which is compiled
