@@ -16,8 +16,10 @@ import random
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent
@@ -26,19 +28,24 @@ sys.path[:0] = [path for path in (str(TOOLS), str(TOOLS.parent)) if path not in 
 import faults_cache  # noqa: E402
 import faults_engines as engines  # noqa: E402
 import fuzz  # noqa: E402
-from faults_engines import Ground  # noqa: E402
+from faults_engines import Ground, Tally  # noqa: E402
 from faults_log import RequestLog, Verdict, judge  # noqa: E402
+from vllm_engine import EngineFailed  # noqa: E402
+
+from tplayout.errors import TPLayoutError  # noqa: E402
 
 CORE, WORKER, ALL = "EngineCore", "Worker_TP1", ""  # as in a command line; no words: all of a server's processes
 VICTIMS = ((1, CORE), (2, WORKER), (1, ALL), (2, CORE))  # TP size, which process
+SHARED_S = 100.0  # for as long several servers use one store
 
 
 @dataclass(frozen=True)
 class Amounts:
     """How much of each stage.
 
-    at_cache, on_files, behind_proxy: faults at least; seconds: for one stage under vLLM, at most. away_s: how long an
-    S3 server is gone. fuzz_bytes: a reader. shapes: (TP size, block size) of servers at once.
+    at_cache, on_files, behind_proxy: faults at least; seconds: to wait for those under vLLM, at most. away_s: how long
+    an S3 server is gone. io_kills: of one server, which goes on. server_kills: servers of which a process is killed,
+    after io_kills_each of its I/O processes. fuzz_bytes: a reader. shapes: (TP size, block size) of servers at once.
     """
 
     prompts: int
@@ -49,6 +56,7 @@ class Amounts:
     away_s: float
     io_kills: int
     server_kills: int
+    io_kills_each: int
     fuzz_bytes: int
     shapes: tuple[tuple[tuple[int, int], ...], ...]
 
@@ -58,10 +66,11 @@ ALL_OF_IT = Amounts(
     at_cache=10_000,
     on_files=300,
     behind_proxy=250,
-    seconds=300,
+    seconds=400,
     away_s=60,
-    io_kills=76,
-    server_kills=24,
+    io_kills=20,
+    server_kills=12,
+    io_kills_each=4,
     fuzz_bytes=2_000_000,
     shapes=(((1, 32), (2, 64)), ((1, 32), (2, 64), (1, 128), (2, 32))),
 )
@@ -74,18 +83,10 @@ QUICK = Amounts(
     away_s=0,
     io_kills=3,
     server_kills=0,
+    io_kills_each=0,
     fuzz_bytes=20_000,
     shapes=(),
 )
-
-
-@dataclass
-class Tally:
-    """What was done; the verdict is about what came of it."""
-
-    injected: int = 0
-    kills: int = 0
-    fuzzed: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Outcome:
 
     @property
     def wrong(self) -> int:
-        """Wrong answers, and stores that hold what no fault explains."""
+        """Wrong answers, stores that hold what no fault explains, and stages that went wrong themselves."""
         return len(self.verdict.wrong) + len(self.unsound)
 
     @property
@@ -125,41 +126,54 @@ def run(amounts: Amounts, seed: int, directory: Path, say: Callable[[str], None]
     cold = {**faults_cache.cold_answers(), **engines.cold_answers(ground)}
     say(f"cold answers: {len(prompts)} prompts, by an engine without the connector")
     tally = Tally()
-    for line in stages(amounts, ground, tally, seed):
-        say(line)
+    for what, stage in stages(amounts, ground, seed):
+        begin = time.monotonic()
+        try:
+            done = stage()
+        except (EngineFailed, TPLayoutError, OSError, RuntimeError) as error:
+            ground.unsound.append(f"{what}: broken off, {type(error).__name__}: {error}")
+            continue
+        tally.add(done)
+        say(
+            f"{what}: {done.injected} faults injected, {done.kills} processes killed, {done.fuzzed} bytes fuzzed in "
+            f"{time.monotonic() - begin:.0f} s"
+        )
     verdict = judge(ground.log.read(), cold, engines.SLOWEST_S)
     planted = Ground(directory, RequestLog(directory / "control.jsonl"), prompts, random.Random(seed))
-    engines.planted_bug(planted)
+    try:
+        engines.planted_bug(planted)
+    except EngineFailed as error:
+        say(f"control: broken off: {error}")
     red = bool(judge(planted.log.read(), cold, engines.SLOWEST_S).wrong)
     say(f"control: with a bug on purpose the verdict is {'red, as it must be' if red else 'NOT RED: it shows nothing'}")
     return Outcome(tally, verdict, ground.leaks, ground.unsound, red)
 
 
-def stages(amounts: Amounts, ground: Ground, tally: Tally, seed: int) -> Iterator[str]:
-    """Run one stage after another; a line about each."""
-
-    def injected(count: int, what: str) -> str:
-        tally.injected += count
-        return f"{what}: {count} faults injected"
-
-    def killed(count: int, what: str) -> str:
-        tally.kills += count
-        return f"{what}: {count} killed"
-
-    yield injected(faults_cache.run(ground.log, amounts.at_cache, seed), "the Python API on a store that breaks")
-    tally.fuzzed = fuzzed(amounts.fuzz_bytes, seed, ground)
-    yield f"readers of foreign files: {tally.fuzzed} bytes of mutated input"
-    count, kills = engines.on_faulty_files(ground, 2, amounts.on_files, amounts.seconds, amounts.io_kills)
-    yield injected(count, "vLLM at TP=2 on files that break")
-    yield killed(kills, "I/O processes of that server")
+def stages(amounts: Amounts, ground: Ground, seed: int) -> Iterator[tuple[str, Callable[[], Tally]]]:
+    """What is done, one after another, each in words."""
+    yield (
+        "the Python API on a store that breaks",
+        lambda: Tally(injected=faults_cache.run(ground.log, amounts.at_cache, seed)),
+    )
+    yield "readers of foreign files", lambda: Tally(fuzzed=fuzzed(amounts.fuzz_bytes, seed, ground))
+    yield (
+        "vLLM at TP=2 on files that break",
+        lambda: engines.on_faulty_files(ground, 2, amounts.on_files, amounts.seconds, amounts.io_kills),
+    )
     if amounts.behind_proxy:
-        count = engines.behind_a_flaky_proxy(ground, 1, amounts.behind_proxy, amounts.seconds, amounts.away_s)
-        yield injected(count, "vLLM at TP=1 on S3 behind a proxy that breaks")
+        yield (
+            "vLLM at TP=1 on S3 behind a proxy that breaks",
+            lambda: engines.behind_a_flaky_proxy(ground, 1, amounts.behind_proxy, amounts.seconds, amounts.away_s),
+        )
     if amounts.server_kills:
-        yield killed(engines.kill_servers(ground, amounts.server_kills, VICTIMS), "processes of vLLM servers")
+        yield (
+            "vLLM servers that are killed",
+            lambda: engines.kill_servers(ground, amounts.server_kills, VICTIMS, amounts.io_kills_each),
+        )
     for shapes in amounts.shapes:
-        yield killed(
-            engines.several_servers(ground, shapes, amounts.seconds / 3), f"{len(shapes)} vLLM servers at once"
+        yield (
+            f"{len(shapes)} vLLM servers at once",
+            partial(engines.several_servers, ground, shapes, SHARED_S, amounts.io_kills_each),
         )
 
 
@@ -183,7 +197,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     directory = Path(tempfile.mkdtemp(prefix="tplayout-faults-"))
     print(f"seed {seed}, logs in {directory}", flush=True)
-    outcome = run(QUICK if options.quick else ALL_OF_IT, seed, directory, lambda line: print(line, flush=True))
+    amounts = QUICK if options.quick else ALL_OF_IT
+    try:
+        outcome = run(amounts, seed, directory, lambda line: print(line, flush=True))
+    except KeyboardInterrupt:
+        shutil.rmtree(directory, ignore_errors=True)
+        print("faults: interrupted; all servers are stopped", file=sys.stderr)
+        return 130
     print(f"answered: {outcome.verdict.requests} requests; {outcome.verdict.cached_tokens} tokens came from caches")
     for problem in problems(outcome):
         print(problem)

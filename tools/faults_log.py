@@ -97,6 +97,12 @@ def judge(entries: Iterable[Entry], cold: Mapping[str, Answer], slowest_s: float
     return Verdict(requests, cached, tuple(wrong), tuple(failed))
 
 
+def decided(answer: Answer) -> bool:
+    """Whether each token led by so much that rounding cannot choose another one."""
+    best = (sorted(logprobs.values())[-2:] for logprobs in answer.logprobs)
+    return all(first - second > 2 * TOLERANCE for second, first in best)
+
+
 def same(answer: Answer, cold: Answer) -> bool:
     """The same tokens, and log-probabilities within TOLERANCE where both state one."""
     if answer.tokens != cold.tokens or len(answer.logprobs) != len(cold.logprobs):

@@ -74,6 +74,7 @@ class Engine:
         self.ready: queue.Queue[bool] = queue.Queue()
         self.lock = threading.Lock()
         self.started = time.monotonic()
+        self.shared_memory: set[Path] = set()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(DRIVER), json.dumps(self.args)],
@@ -92,6 +93,8 @@ class Engine:
             self.kill()
             raise EngineFailed(f"the engine did not start: {self.args}\n{self.tail()}")
         self.start_s = time.monotonic() - self.started
+        # Here, since a process that is killed later says nothing of it any more.
+        self.shared_memory = vllm_server.shared_memory_of(self.pids())
         return self
 
     def _read(self) -> None:
@@ -180,17 +183,16 @@ class Engine:
         return vllm_server.parse_metrics(self.call("metrics"))
 
     def stop(self) -> None:
-        """Shut down in order and wait until the driver has ended."""
+        """Shut down in order and wait until the driver has ended. I/O processes may still publish."""
         with contextlib.suppress(EngineFailed, OSError):
             self.call("shutdown")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(20)
-        self.kill()
 
     def kill(self) -> None:
         """End every process of this engine that is still there, by pid, and remove what vLLM leaves then."""
         pids = self.pids()
-        left_behind = vllm_server.shared_memory_of(pids)
+        left_behind = self.shared_memory | vllm_server.shared_memory_of(pids)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -226,12 +228,10 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engine(args: dict[str, Any], log: Path, orderly: bool = False, **options: Any) -> Iterator[Engine]:
-    """A started engine that is killed at the end, which is quick; `orderly`: shut down first."""
+def engine(args: dict[str, Any], log: Path, **options: Any) -> Iterator[Engine]:
+    """A started engine that is killed at the end, which is quick; `stop` it before that where order matters."""
     running = Engine(args, log, **options)
     try:
         yield running.start()
-        if orderly:
-            running.stop()
     finally:
         running.kill()

@@ -7,9 +7,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from faults_log import TOLERANCE, Answer, Entry, RequestLog, judge
+from faults_log import TOLERANCE, Answer, Entry, RequestLog, decided, judge
 
-COLD = {"p": Answer([1, 2], [{"1": -0.5, "9": -3.0}, {"2": -0.25}])}
+COLD = {"p": Answer([1, 2], [{"1": -0.5, "9": -3.0}, {"2": -0.25, "8": -2.0}])}
 SLOWEST_S = 10.0
 
 
@@ -43,6 +43,11 @@ def test_the_cold_answer_passes() -> None:
 )
 def test_other_answers_are_wrong(answer: Answer) -> None:
     assert judge([entry(answer)], COLD, SLOWEST_S).wrong == (entry(answer),)
+
+
+def test_an_answer_is_decided_where_every_token_leads_by_more_than_rounding() -> None:
+    assert decided(COLD["p"])
+    assert not decided(Answer([1, 2], [{"1": -0.5, "9": -3.0}, {"2": -0.25, "7": -0.25 - TOLERANCE}]))
 
 
 def test_no_answer_is_a_failure_unless_its_server_was_killed() -> None:
