@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import shutil
 import statistics
@@ -25,27 +26,38 @@ from pathlib import Path
 TOOLS = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(TOOLS), str(TOOLS.parent)) if path not in sys.path]
 
+import demo_models  # noqa: E402
 from faults_engines import (  # noqa: E402
     IO_PROCESS,
+    RATE,
     SLOWEST_S,
     Ground,
     Traffic,
-    check_remains,
+    check_end,
     check_store,
     cold_answers,
     engine_args,
     make_prompts,
 )
-from faults_log import RequestLog, judge  # noqa: E402
-from vllm_engine import Engine, engine  # noqa: E402
+from faults_log import Answer, RequestLog, judge  # noqa: E402
+from vllm_engine import DRIVER, Engine, EngineFailed, engine  # noqa: E402
 
 from tools.faulty_files import FaultyFiles, spread  # noqa: E402
 
 SAMPLE_S = 5.0
 FAULTY_S, SOUND_S = 20.0, 40.0  # the store breaks for so long, and then works for so long
 PROMPTS = 48
+HANG_UPS = 0.1  # of the clients
+QUIET_S = 60.0  # a store that has failed is left alone for half a minute, and what waits for it may wait
 SLACK = {"memory": 16 * 2**20, "handles": 4, "slots in use": 4}  # what is no growth: allocators and pools breathe
 SHARE = 1.05
+ROLES = {  # by what a command line holds; all others are helpers, as Python's resource tracker
+    IO_PROCESS: "I/O process",
+    "EngineCore": "scheduler",
+    "Worker_TP0": "rank 0",
+    "Worker_TP1": "rank 1",
+    DRIVER.name: "front end",
+}
 
 
 @dataclass(frozen=True)
@@ -85,21 +97,22 @@ def _median(samples: Sequence[Sample], name: tuple[str, str]) -> float:
 
 
 def sample(running: Engine) -> Sample:
-    """Anonymous memory and open handles of every process of a server, and its staging slots in use."""
-    value: dict[tuple[str, str], float] = {}
+    """Anonymous memory and open handles of every process of a server, and its staging slots in use.
+
+    Processes of one role count together.
+    """
+    value: dict[tuple[str, str], float] = {("slots in use", "staging"): slots_in_use(running)}
     for pid, line in running.pids().items():
-        with contextlib.suppress(OSError, StopIteration):
-            who = role(line)
-            value["memory", who] = _anonymous(pid)
-            value["handles", who] = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    value["slots in use", "staging"] = running.metrics().get("vllm:tplayout_staging_used", 0.0)
+        with contextlib.suppress(OSError, StopIteration):  # it ends at this moment
+            held = {"memory": _anonymous(pid), "handles": float(len(os.listdir(f"/proc/{pid}/fd")))}
+            for what, much in held.items():
+                value[what, role(line)] = value.get((what, role(line)), 0.0) + much
     return Sample(time.monotonic(), value)
 
 
 def role(line: str) -> str:
     """Which process of a server a command line is of."""
-    names = {IO_PROCESS: "I/O process", "EngineCore": "scheduler", "Worker_TP0": "rank 0", "Worker_TP1": "rank 1"}
-    return next((name for words, name in names.items() if words in line), "front end")
+    return next((name for words, name in ROLES.items() if words in line), "helper")
 
 
 def _anonymous(pid: int) -> float:
@@ -113,23 +126,38 @@ def soak(ground: Ground, seconds: float) -> tuple[list[Growth], int]:
     faults = FaultyFiles(ground.path("control"))
     args = engine_args(2, f"faulty+file://{root}", storage_options=faults.storage_options)
     samples = []
-    with engine(args, ground.path("soak.log"), orderly=True, env=faults.environment()) as running:
-        with Traffic(ground, "soak", running):
+    with engine(args, ground.path("soak.log"), env=faults.environment()) as running:
+        with Traffic(ground, "soak", running, hang_ups=HANG_UPS):
             begin = time.monotonic()
             end = begin + seconds
             for broken, until in phases(begin, end):
-                faults.inject(spread(0.05) if broken else {}, ground.chance.randrange(2**31))
+                faults.inject(spread(RATE) if broken else {}, ground.chance.randrange(2**31))
+                print(f"{(time.monotonic() - begin) / 60:5.1f} min: {faults.injected().total()} faults", flush=True)
                 while time.monotonic() < until:
                     time.sleep(SAMPLE_S)
                     samples.append(sample(running))
             faults.stop()
-        time.sleep(5)
-        left = sample(running).value["slots in use", "staging"]
-        if left:
+        if left := slots_left(running):
             ground.leaks.append(f"{left:.0f} staging slots are in use though nothing runs")
-    check_remains(ground, running)
+        check_end(ground, running, "soak")
     check_store(ground, root, damaged=faults.damaged(root))
     return growths(samples, begin, end), faults.injected().total()
+
+
+def slots_left(running: Engine) -> float:
+    """Staging slots that stay in use when nothing runs any more. The engine says so in steps, so it is given some."""
+    end = time.monotonic() + QUIET_S
+    while True:
+        running.generate(demo_models.random_prompt(5), 1)
+        used = slots_in_use(running)
+        if not used or time.monotonic() > end:
+            return used
+        time.sleep(1)
+
+
+def slots_in_use(running: Engine) -> float:
+    """Staging slots in use at the last step with work."""
+    return running.metrics().get("vllm:tplayout_staging_used", 0.0)
 
 
 def phases(begin: float, end: float) -> Iterator[tuple[bool, float]]:
@@ -152,8 +180,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ground = Ground(
         directory, RequestLog(directory / "requests.jsonl"), make_prompts(PROMPTS, seed), random.Random(seed)
     )
-    cold = cold_answers(ground)
-    found, injected = soak(ground, 60 * options.minutes)
+    found: list[Growth] = []
+    cold: dict[str, Answer] = {}
+    injected = 0
+    try:
+        cold = cold_answers(ground)
+        print(f"{len(cold)} cold answers; the store breaks and works in turn from now on", flush=True)
+        found, injected = soak(ground, 60 * options.minutes)
+    except EngineFailed as error:
+        ground.unsound.append(f"broken off: {error}")
+    except KeyboardInterrupt:
+        shutil.rmtree(directory, ignore_errors=True)
+        print("soak: interrupted; the server is stopped", file=sys.stderr)
+        return 130
     verdict = judge(ground.log.read(), cold, SLOWEST_S)
     for growth in found:
         unit, name = (2**20, "MiB") if growth.what == "memory" else (1, "")

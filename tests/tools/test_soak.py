@@ -1,5 +1,7 @@
 """What the soak test calls growth, and when the store breaks in it. The run itself is `make soak`."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from soak import FAULTY_S, SOUND_S, Growth, Sample, growths, phases, role
+from soak import FAULTY_S, SOUND_S, Growth, Sample, growths, phases, role, sample
 
 MEMORY = ("memory", "scheduler")
 MIB = 2.0**20
@@ -54,3 +56,30 @@ def test_processes_are_told_apart_by_their_command_lines() -> None:
     assert role("VLLM::Worker_TP1") == "rank 1"
     assert role("python -m tplayout.staging.io_process 3 4 5") == "I/O process"
     assert role("python vllm_engine_driver.py {}") == "front end"
+    assert role("python -c from multiprocessing.resource_tracker import main;main(5)") == "helper"
+
+
+class Server:
+    """As much of an engine as is sampled. processes: its scheduler's; a rank has just ended."""
+
+    def __init__(self, *processes: int) -> None:
+        self._processes = processes
+
+    def pids(self) -> dict[int, str]:
+        return {2**22 + 1: "VLLM::Worker_TP0", **dict.fromkeys(self._processes, "VLLM::EngineCore")}
+
+    def metrics(self) -> dict[str, float]:
+        return {"vllm:tplayout_staging_used": 3.0}
+
+
+def test_a_sample_holds_all_processes_of_a_role_together() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        apart = [sample(Server(pid)).value for pid in (os.getpid(), other.pid)]  # type: ignore[arg-type]
+        together = sample(Server(os.getpid(), other.pid)).value  # type: ignore[arg-type]
+        other.kill()
+    for what, slack in (("memory", 8 * MIB), ("handles", 4)):
+        least = [value[what, "scheduler"] for value in apart]
+        assert min(least) > 0
+        assert together[what, "scheduler"] == pytest.approx(sum(least), abs=slack)
+    assert together["slots in use", "staging"] == 3
+    assert ("memory", "rank 0") not in together
