@@ -24,6 +24,7 @@ from enum import StrEnum
 from types import TracebackType
 
 import h11
+from s3_server import free_port
 
 _DRIP_BYTES_S = 10
 _PATIENCE_S = 120.0  # with a client that waits for what never comes
@@ -78,9 +79,7 @@ class Proxy:
         self._flow.set()
         self._open: set[socket.socket] = set()
         self._listener: socket.socket | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
 
     def pass_(self) -> None:
         """Listen, and let bytes flow."""

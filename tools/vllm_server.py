@@ -1,13 +1,12 @@
 """Start and stop a real vLLM OpenAI server on this machine, and talk to it: used by the demo and by the tests.
 
-The standard library is all it imports: vLLM runs in its own process and is only reached over HTTP and signals.
+It imports nothing that must be installed: vLLM runs in its own process and is only reached over HTTP and signals.
 """
 
 import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from s3_server import free_port
 
 # The same server as `vllm serve`; the CPU build's `vllm` command does not start.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -54,13 +55,6 @@ def cpu_environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def parse_metrics(text: str) -> dict[str, float]:

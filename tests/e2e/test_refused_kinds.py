@@ -14,6 +14,7 @@ import demo_models
 import pytest
 import vllm_server
 from e2e_cases import engine_args, offload
+from s3_server import free_port
 from vllm_engine import EngineFailed, engine
 
 NODE = Path(__file__).with_name("node_driver.py")
@@ -86,7 +87,7 @@ def test_two_nodes(tmp_path: Path) -> None:
         "nnodes": 2,
         "distributed_executor_backend": "mp",
         "master_addr": "127.0.0.1",
-        "master_port": vllm_server.free_port(),
+        "master_port": free_port(),
     }
     second = engine_args("llama", 2, **nodes, node_rank=1, **offload(f"file://{tmp_path}/store"))
     mark = f"second-node-of-{tmp_path}"

@@ -170,6 +170,11 @@ class World:
             self.fill(stager, ref, chunk.key)
         self.settle(stager)
 
+    def store_only(self, stager, chunks):
+        """Save chunks and forget them: whoever wants them has to read them from the store."""
+        self.save(stager, chunks)
+        stager.reset()
+
     def settle(self, stager, seconds=20.0):
         """Poll until no job is unanswered."""
 

@@ -17,8 +17,7 @@ def flip(path, offset=-5000):
 def test_a_damaged_object_is_a_miss_reported_once_not_loaded_again_and_not_deleted(world, caplog):
     stager = world.stager(negative_cache_s=0.5)
     chunks = world.chunks(3)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     flip(world.path(chunks[1]))
     for _ in range(3):
         stager.start_lookup("r", chunks)
@@ -38,8 +37,7 @@ def test_a_damaged_object_is_a_miss_reported_once_not_loaded_again_and_not_delet
 def test_a_damaged_object_is_replaced_when_its_chunk_is_computed_again(world):
     stager = world.stager()
     chunks = world.chunks(2)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     flip(world.path(chunks[0]))
     stager.start_lookup("r", chunks)
     assert world.finish(stager, "r").ready == 0
@@ -54,8 +52,7 @@ def test_a_damaged_object_is_replaced_when_its_chunk_is_computed_again(world):
 def test_every_kind_of_damage_is_a_miss(world, damage):
     stager = world.stager()
     chunks = world.chunks(2)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     path, other = world.path(chunks[0]), world.path(chunks[1])
     data = path.read_bytes()
     changed = {"truncated": data[:-1], "empty": b"", "longer": data + b"\0", "other name": other.read_bytes(),
@@ -70,8 +67,7 @@ def test_every_kind_of_damage_is_a_miss(world, damage):
 def test_an_object_that_is_no_file_costs_a_miss_not_a_hang(world):
     stager = world.stager(timeout_s=1.0)
     chunks = world.chunks(2)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     path = world.path(chunks[0])
     path.unlink()
     os.mkfifo(path)
@@ -82,8 +78,7 @@ def test_an_object_that_is_no_file_costs_a_miss_not_a_hang(world):
 def test_with_a_hanging_store_a_lookup_ends_at_its_deadline_with_what_it_has(world):
     stager = world.faulty_stager(load_deadline_s=1.0, timeout_s=30.0)
     chunks = world.chunks(3)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     stager.start_lookup("first", chunks[:1])
     world.finish(stager, "first")
     world.fail(get_into={"hang": True})
@@ -103,8 +98,7 @@ def test_with_a_hanging_store_a_lookup_ends_at_its_deadline_with_what_it_has(wor
 def test_a_hanging_store_delays_three_requests_not_all_until_its_timeout(world):
     stager = world.faulty_stager(load_deadline_s=0.2, timeout_s=30.0)
     chunks = world.chunks(1)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     world.fail(get_into={"hang": True})
     reasons = []
     for _ in range(5):
@@ -119,8 +113,7 @@ def test_a_process_whose_operations_never_return_is_replaced(world, monkeypatch)
     monkeypatch.setenv("TPLAYOUT_TEST_STUCK_S", "0.1")
     stager = world.faulty_stager(load_deadline_s=0.2, timeout_s=0.1, slots=2)
     chunks = world.chunks(2)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     world.fail(get_into={"hang": True})
     stager.start_lookup("r", chunks)
     assert world.finish(stager, "r").reason == "deadline"
@@ -140,8 +133,7 @@ def test_a_store_that_fails_is_left_alone_and_tried_again_by_itself(world, caplo
     caplog.set_level(logging.WARNING)
     stager = world.faulty_stager()
     chunks = world.chunks(1)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     world.fail(get_into={"error": kind}, get={"error": kind})
     for number in range(3):
         stager.start_lookup(f"r{number}", chunks)
@@ -268,8 +260,7 @@ def test_two_lookups_that_compete_for_the_pool_both_end(world):
     stager = world.faulty_stager(slots=4, slot_wait_s=0.1, load_deadline_s=30.0)
     ours, theirs = world.chunks(4), world.chunks(4, seed=1)
     for chunk in ours + theirs:
-        world.save(stager, [chunk])
-    stager.reset()
+        world.store_only(stager, [chunk])
     world.fail(get_into={"delay": 0.02})
     stager.start_lookup("ours", ours)
     stager.start_lookup("theirs", theirs)
@@ -290,8 +281,7 @@ def test_two_lookups_that_compete_for_the_pool_both_end(world):
 def test_a_long_step_of_the_engine_is_not_counted_against_a_fast_store(world):
     stager = world.stager(loads_in_flight=1, load_deadline_s=0.2)
     chunks = world.chunks(3)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     stager.start_lookup("r", chunks)
     for ready in (0, 1, 2):
         assert stager.lookup("r").ready == ready
@@ -312,8 +302,7 @@ def test_a_long_step_of_the_engine_is_no_excuse_for_a_hanging_store(world):
 def test_nobody_waits_longer_than_chunks_are_worth_and_the_store_is_not_blamed(world):
     stager = world.faulty_stager(load_deadline_s=30.0)
     chunks = world.chunks(3)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     world.fail(get_into={"delay": 2.5})
     stager.start_lookup("r", chunks)
     begin = time.monotonic()
@@ -330,8 +319,7 @@ def test_nobody_waits_longer_than_chunks_are_worth_and_the_store_is_not_blamed(w
 def test_a_store_that_was_slow_is_not_waited_for_but_when_it_is_worth_it(world):
     stager = world.faulty_stager(load_deadline_s=30.0, load_threads=1)
     first, second, third = (world.chunks(2, seed) for seed in range(3))
-    world.save(stager, first + second + third)
-    stager.reset()
+    world.store_only(stager, first + second + third)
     world.fail(get_into={"delay": 0.5})
     stager.start_lookup("first", first)
     assert world.finish(stager, "first").ready == 2  # 0.5 s a chunk, as is known now
@@ -348,8 +336,7 @@ def test_a_store_that_is_fast_again_is_found_out(world):
     stager = world.faulty_stager(load_deadline_s=30.0, load_threads=1, slots=64)
     chains = [world.chunks(2, seed) for seed in range(30)]
     for chunks in chains:
-        world.save(stager, chunks)
-    stager.reset()
+        world.store_only(stager, chunks)
     world.fail(get_into={"delay": 0.3})
     stager.start_lookup("slow", chains[0])
     world.finish(stager, "slow")
@@ -368,8 +355,7 @@ def test_a_store_that_is_fast_again_is_found_out(world):
 def test_lookups_take_turns(world):
     stager = world.faulty_stager(slots=32, loads_in_flight=1, load_deadline_s=30.0)
     ours, theirs = world.chunks(8), world.chunks(2, seed=1)
-    world.save(stager, ours + theirs)
-    stager.reset()
+    world.store_only(stager, ours + theirs)
     world.fail(get_into={"delay": 0.02})
     stager.start_lookup("long", ours)
     stager.start_lookup("short", theirs)
@@ -382,8 +368,7 @@ def test_lookups_that_were_never_asked_about_give_way_the_last_one_first(world):
     stager = world.stager(slots=4, unasked_s=60.0)
     chains = [world.chunks(2, seed) for seed in range(3)]
     for chunks in chains:
-        world.save(stager, chunks)
-    stager.reset()
+        world.store_only(stager, chunks)
     for name, chunks in zip("abc", chains, strict=True):
         stager.start_lookup(name, chunks)
     world.settle(stager)
@@ -414,8 +399,7 @@ def test_a_lookup_nobody_asks_about_gives_way_and_is_staged_again_when_asked(wor
 def test_a_cancelled_load_that_is_wanted_again_is_loaded_again(world):
     stager = world.faulty_stager(load_threads=1)
     chunks = world.chunks(4)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     world.fail(get_into={"delay": 0.1})
     stager.start_lookup("a", chunks)
     stager.cancel("a")
@@ -429,8 +413,7 @@ def test_a_cancelled_load_that_is_wanted_again_is_loaded_again(world):
 def test_cancelled_loads_that_have_not_begun_are_skipped(world):
     stager = world.faulty_stager(load_threads=1, loads_in_flight=8, slots=16)
     chunks = world.chunks(8)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     world.fail(get_into={"delay": 0.1})
     stager.start_lookup("a", chunks)
     time.sleep(0.05)
@@ -443,8 +426,7 @@ def test_cancelled_loads_that_have_not_begun_are_skipped(world):
 def test_saves_that_a_slow_store_holds_up_leave_slots_to_load_into(world):
     stager = world.faulty_stager()
     stored, chunks = world.chunks(1), world.chunks(8, seed=1)
-    world.save(stager, stored)
-    stager.reset()
+    world.store_only(stager, stored)
     world.fail(put={"hang": True})
     refs = [(stager.begin_save(chunk), chunk) for chunk in chunks]
     assert [ref is not None for ref, _ in refs] == [True] * 6 + [False] * 2

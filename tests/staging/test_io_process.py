@@ -18,6 +18,8 @@ from tplayout.format.digest import make_hasher
 from tplayout.format.encrypted import EncryptionKey
 
 HERE = Path(__file__).parent
+DRAIN_S = 3.0  # of scheduler_process.py
+BUSY_S = 5.0  # what a busy machine may add
 SECRET = b"do-not-show-this-secret-key-0123"
 
 
@@ -148,8 +150,8 @@ def test_when_the_scheduler_is_killed_complete_slots_are_published_and_nothing_i
     killed = time.monotonic()
     try:
         for pid in report["pids"]:
-            world.wait_until(lambda pid=pid: not world.alive(pid), 5.0)
-        assert time.monotonic() - killed < 3.0 + 0.5
+            world.wait_until(lambda pid=pid: not world.alive(pid))
+        assert time.monotonic() - killed < DRAIN_S + BUSY_S
     finally:
         if report["child"]:
             os.kill(report["child"], signal.SIGKILL)
@@ -207,8 +209,7 @@ def test_killed_while_it_saves_it_is_replaced_and_nothing_wrong_is_accepted(worl
 def test_killed_while_it_loads_the_lookup_is_a_miss_and_the_next_one_is_served(world):
     stager = world.faulty_stager()
     chunks = world.chunks(3)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     world.fail(get_into={"delay": 30})
     stager.start_lookup("r", chunks)
     (pid,) = hello(world, stager)

@@ -49,8 +49,7 @@ def test_files_are_private(world):
 def test_a_lookup_ends_at_the_first_miss(world):
     stager = world.stager()
     chunks = world.chunks(5)
-    world.save(stager, [chunks[0], chunks[1], chunks[3], chunks[4]])
-    stager.reset()
+    world.store_only(stager, [chunks[0], chunks[1], chunks[3], chunks[4]])
     stager.start_lookup("r", chunks)
     state = world.finish(stager, "r")
     assert (state.ready, state.reason) == (2, "miss")
@@ -84,8 +83,7 @@ def test_a_chunk_that_is_being_saved_becomes_ready_without_the_store(world):
 def test_lookups_share_a_load(world):
     stager = world.stager()
     chunks = world.chunks(2)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     for name in ("a", "b", "c"):
         stager.start_lookup(name, chunks)
     assert [world.finish(stager, name).ready for name in ("a", "b", "c")] == [2, 2, 2]
@@ -324,8 +322,7 @@ def test_an_idle_engine_waits_at_most_250_times_a_second(world):
 def test_wait_returns_as_soon_as_a_lookup_completes(world):
     stager = world.faulty_stager()
     chunks = world.chunks(1)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     world.fail(get_into={"delay": 0.2})
     stager.start_lookup("r", chunks)
     stager.lookup("r")
@@ -348,8 +345,7 @@ def test_options_that_cannot_travel_are_refused_at_once(world):
 def test_reset_forgets_memory_but_not_the_store(world):
     stager = world.stager()
     chunks = world.chunks(2)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     assert stager.snapshot()["slots"]["free"] == 8
     stager.start_lookup("r", chunks)
     assert world.finish(stager, "r").ready == 2

@@ -120,8 +120,7 @@ def pid_of(world, stager):
 def test_a_stopped_io_process_costs_misses_is_killed_and_replaced(world, impatient, caplog):
     stager = world.stager(slots=4, load_deadline_s=0.3)
     chunks = world.chunks(2)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     pid = pid_of(world, stager)
     os.kill(pid, signal.SIGSTOP)
     stager.start_lookup("r", chunks)
@@ -162,8 +161,7 @@ def test_a_stopped_io_process_costs_misses_is_killed_and_replaced(world, impatie
 def test_of_two_processes_the_other_one_goes_on(world, impatient):
     stager = world.stager(io_processes=2, load_deadline_s=10.0, slots=16)
     chunks = world.chunks(8)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     world.wait_until(lambda: stager.poll() or len(stager._pool.io.pids) == 2)
     pids = stager._pool.io.pids
     os.kill(pids[0], signal.SIGSTOP)
@@ -180,8 +178,7 @@ def test_of_two_processes_the_other_one_goes_on(world, impatient):
 def test_a_store_that_hangs_does_not_look_like_a_process_that_does(world, impatient):
     stager = world.faulty_stager(load_deadline_s=0.2, timeout_s=30.0)
     chunks = world.chunks(1)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     pid = pid_of(world, stager)
     world.fail(get_into={"hang": True})
     stager.start_lookup("r", chunks)
@@ -197,8 +194,7 @@ def test_a_store_that_hangs_does_not_look_like_a_process_that_does(world, impati
 def test_a_process_that_is_stopped_for_a_moment_goes_on(world, impatient):
     stager = world.stager(load_deadline_s=10.0)
     chunks = world.chunks(2)
-    world.save(stager, chunks)
-    stager.reset()
+    world.store_only(stager, chunks)
     pid = pid_of(world, stager)
     os.kill(pid, signal.SIGSTOP)
     stager.start_lookup("r", chunks)

@@ -159,7 +159,7 @@ def test_a_lock_that_is_never_given_back_costs_a_timeout_and_nothing_else(
         with pytest.raises(StorageError, match="look for one that is stopped") as caught:
             store.put("ns/b", b"content")
         assert caught.value.kind is StorageErrorKind.TIMEOUT
-        assert 0.2 <= time.monotonic() - started < 2.0
+        assert 0.2 <= time.monotonic() - started < 10.0  # and not the store's 30 s
         assert store.get("ns/a") == b"content"
     store.put("ns/b", b"content")
 

@@ -84,7 +84,7 @@ def test_a_server_that_ends_at_once_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "vllm.py").write_text("raise SystemExit('this stands for vLLM')")
     with pytest.raises(vllm_server.ServerError, match=r"status 1 at start\nlog: .*\n  \| this stands for vLLM"):
         server.start(timeout=30)
-    assert server.stop() < 1
+    assert server.stop() < 10  # and not the minute that a server may take
     assert server.settle(1)
 
 

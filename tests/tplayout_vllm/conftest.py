@@ -13,6 +13,8 @@ sys.path[:0] = [str(HERE)]
 from sim_config import Setup, make_model_directory, vllm_config  # noqa: E402
 from sim_store import Sim  # noqa: E402
 
+from tools.faulty_files import FaultyFiles  # noqa: E402
+
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,3 +50,15 @@ def sim(tmp_path: Path, model_directory: Path) -> Iterator[Sim]:
     sim = Sim(tmp_path, model_directory)
     yield sim
     sim.close()
+
+
+@pytest.fixture
+def faults(sim: Sim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyFiles:
+    """Engines of `sim` have a store that obeys it; they leave it alone for shorter, so that more of its calls fail."""
+    faults = FaultyFiles(tmp_path / "faults")
+    monkeypatch.setattr("tplayout.staging.breaker._FIRST_S", 0.02)
+    monkeypatch.setattr("tplayout.staging.breaker._LONGEST_S", 0.2)
+    for name, value in faults.environment().items():
+        monkeypatch.setenv(name, value)
+    sim.url = f"faulty+file://{sim.store}"
+    return faults

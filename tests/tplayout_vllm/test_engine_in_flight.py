@@ -4,12 +4,10 @@
 poison, or remembered where the engine's own prefix cache may still use them. At the end nothing is in use any more.
 """
 
-import logging
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -36,29 +34,13 @@ PUSHED_OUT: list[tuple[int, dict[str, Any]]] = [  # how many in a save, and what
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture(scope="module")
 def events() -> Counter[str]:
     """What happened in all engines together."""
     return Counter()
-
-
-@pytest.fixture
-def faults(sim: Sim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyFiles:
-    """Engines of `sim` have a store that obeys it."""
-    faults = FaultyFiles(tmp_path / "faults")
-    monkeypatch.setattr("tplayout.staging.breaker._FIRST_S", 0.02)
-    monkeypatch.setattr("tplayout.staging.breaker._LONGEST_S", 0.05)
-    for name, value in faults.environment().items():
-        monkeypatch.setenv(name, value)
-    sim.url = f"faulty+file://{sim.store}"
-    return faults
 
 
 class Rush:

@@ -8,7 +8,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,15 +35,8 @@ def events() -> Counter[Any]:
 
 
 @pytest.fixture
-def faults(sim: Sim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: Counter[Any]) -> Iterator[FaultyFiles]:
-    """Engines of `sim` have a store that obeys it."""
-    faults = FaultyFiles(tmp_path / "faults")
-    # A store that fails is left alone for shorter, so that more of its calls can fail.
-    monkeypatch.setattr("tplayout.staging.breaker._FIRST_S", 0.02)
-    monkeypatch.setattr("tplayout.staging.breaker._LONGEST_S", 0.2)
-    for name, value in faults.environment().items():
-        monkeypatch.setenv(name, value)
-    sim.url = f"faulty+file://{sim.store}"
+def faults(faults: FaultyFiles, events: Counter[Any]) -> Iterator[FaultyFiles]:
+    """The same, counted in the end."""
     yield faults
     events.update(faults.injected())
 
