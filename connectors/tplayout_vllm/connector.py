@@ -89,7 +89,7 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return None if self._worker is None else self._worker.take_news()
+        return None if self._worker is None else self._worker.take_news(self._step().timed)
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
@@ -132,8 +132,10 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
         return self._side.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._side.loads_ended(connector_output.finished_recving or set(), connector_output.failed_recving or set())
         news = connector_output.kv_connector_worker_meta
+        timed = news.timed if isinstance(news, WorkerNews) else None
+        finished, failed = connector_output.finished_recving or set(), connector_output.failed_recving or set()
+        self._side.step_ended(finished, failed, timed)
         if isinstance(news, WorkerNews):
             self._side.given_up(news.given_up)
             if news.weights_changed:

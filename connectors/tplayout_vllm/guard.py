@@ -59,10 +59,10 @@ class Guarded:
             return self._side.step(output)
         return self._side.planned()
 
-    def loads_ended(self, finished: set[str], failed: set[str]) -> None:
+    def step_ended(self, finished: set[str], failed: set[str], timed: int | None) -> None:
         """On an error their slots stay pinned."""
         with self._net("ending loads"):
-            self._side.loads_ended(finished, failed)
+            self._side.step_ended(finished, failed, timed)
 
     def stop(self, reason: str) -> None:
         """On an error the workers go on refusing by themselves."""

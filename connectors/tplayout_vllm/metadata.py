@@ -121,13 +121,15 @@ class Transfer:
 class StepMetadata(KVConnectorMetadata):
     """The work of one engine step. `staging` is set whenever there is work.
 
-    adapters: those of the requests that the step computes.
+    adapters: those of the requests that the step computes. timed: to be told back with the step's results, since how
+    long it takes is of interest.
     """
 
     staging: StagingRef | None = None
     saves: list[Transfer] = field(default_factory=list)
     loads: list[Transfer] = field(default_factory=list)
     adapters: tuple[AdapterRef, ...] = ()
+    timed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,12 @@ class WorkerNews(KVConnectorWorkerMetadata):
 
     weights_changed: the weights are no longer those that the namespace is of.
     given_up: (pp_rank, tp_rank) -> saves that it neither made nor could mark so, since it cannot reach the region.
+    timed: that of the step.
     """
 
     weights_changed: bool = False
     given_up: Mapping[tuple[int, int], tuple[ChunkCopy, ...]] = field(default_factory=dict)
+    timed: int | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """The news of two workers, or of one worker twice."""
@@ -148,4 +152,5 @@ class WorkerNews(KVConnectorWorkerMetadata):
         return WorkerNews(
             self.weights_changed or other.weights_changed,
             {rank: mine.get(rank, ()) + theirs.get(rank, ()) for rank in sorted({*mine, *theirs})},
+            other.timed if self.timed is None else self.timed,
         )

@@ -165,12 +165,12 @@ class SchedulerSide:
         self._pending.append(Transfer(request_id, (), (), failed=True))
         self._loading.add(request_id)
 
-    def loads_ended(self, finished: set[str], failed: set[str]) -> None:
+    def step_ended(self, finished: set[str], failed: set[str], timed: int | None) -> None:
         """A step has its results, and all ranks ended these loads: their slots may be reused.
 
-        A failed load is computed, not tried again.
+        A failed load is computed, not tried again. timed: as in the step's metadata.
         """
-        self._prefill.ended()
+        self._prefill.ended(timed)
         self._counted["load_failures"] += len(failed)
         for request_id in failed:
             self._admission.forget(request_id)
@@ -221,14 +221,14 @@ class SchedulerSide:
 
     def step(self, output: Any) -> StepMetadata:
         """The copies of this step. Waits a moment when the engine has nothing to do but wait for the store."""
-        if output.num_scheduled_tokens:
-            self._prefill.began(output.num_scheduled_tokens.values())
+        timed = self._prefill.began(output.num_scheduled_tokens.values())
         if self._saves and output.num_scheduled_tokens:
             self._plan_saves(output)
         elif not self._pending and self._waiting and not output.num_scheduled_tokens:
             self._counted["idle_steps"] += 1
             self._stager.wait(IDLE_WAIT)
         meta = self.planned()
+        meta.timed = timed
         meta.adapters = self._adapters_of(output.num_scheduled_tokens)
         return meta
 

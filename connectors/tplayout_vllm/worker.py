@@ -125,16 +125,16 @@ class WorkerSide:
         counters, self._counters = self._counters, {}
         return counters
 
-    def take_news(self) -> WorkerNews | None:
-        """What the scheduler's side must know since the last call, None if there is nothing.
+    def take_news(self, timed: int | None = None) -> WorkerNews | None:
+        """What the scheduler's side must know since the last call, None if there is nothing. timed: of this step.
 
         What could be neither saved nor marked is marked there; else its slots were never free again.
         """
         changed, given_up = self._weights is not None and self._weights.changed, tuple(self._given_up)
         self._given_up.clear()
-        if not changed and not given_up:
+        if not changed and not given_up and timed is None:
             return None
-        return WorkerNews(changed, {(self._pp_rank, self._tp[1]): given_up} if given_up else {})
+        return WorkerNews(changed, {(self._pp_rank, self._tp[1]): given_up} if given_up else {}, timed)
 
     def close(self) -> None:
         """End the copies in flight and let go of the region."""

@@ -1,6 +1,5 @@
 """The connector as vLLM sees it: which answers never change, what is refused early, and that nothing is left behind."""
 
-import logging
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,22 +119,14 @@ def test_a_finished_request_never_holds_its_blocks(sim: Sim) -> None:
 
 
 def test_the_start_line_says_where_chunks_are_kept(
-    sim: Sim, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    sim: Sim, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     """And I/O processes that are started later go there too, wherever the engine is by then."""
     (sim.store.parent / "here").mkdir()
     monkeypatch.chdir(sim.store.parent / "here")
     sim.url = "../store"
-    logger = logging.getLogger("vllm.tplayout")
-    logger.addHandler(caplog.handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        engine = sim.engine()
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(caplog.handler)
-    assert f"tplayout: file://{sim.store}, namespace " in caplog.text
+    engine = sim.engine()
+    assert f"tplayout: file://{sim.store}, namespace " in log.text
     monkeypatch.chdir("/")
     assert engine.stager.plan.url == f"file://{sim.store}"
     text = sim.text(9)

@@ -202,6 +202,14 @@ def test_a_packed_namespace_is_adopted(sim: Sim) -> None:
     assert sim.check_store() == 8
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_how_fast_prompts_are_computed_is_learnt_from_the_results_of_steps(sim: Sim, tp: int) -> None:
+    engine = sim.engine(tp=tp)
+    assert engine.side._prefill.seconds(256) is None
+    engine.run(sim.text(70), 300, 1)
+    assert engine.side._prefill.seconds(256) is not None
+
+
 def test_an_encrypted_namespace_is_adopted(sim: Sim, tmp_path: Path) -> None:
     """[M46] Loaded from and saved into by engines with the key; decrypted it is what engines store without one."""
     old, new = sim.text(70), sim.text(71)

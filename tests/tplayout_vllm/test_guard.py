@@ -75,12 +75,12 @@ def test_an_error_in_every_step_is_one_line_a_minute(
 
 def test_the_rest_is_logged_and_over(guarded: tuple[Guarded, Broken], caplog: pytest.LogCaptureFixture) -> None:
     guard, _ = guarded
-    guard.loads_ended({"r"}, set())
+    guard.step_ended({"r"}, set(), None)
     guard.finish("r")
     guard.close()
     assert guard.take_stats().is_empty()
     assert caplog.text.count("the engine goes on without it") == 4
-    assert "planted in loads_ended" in caplog.text
+    assert "planted in step_ended" in caplog.text
 
 
 def test_reset_tells_its_caller(guarded: tuple[Guarded, Broken]) -> None:

@@ -163,7 +163,7 @@ def test_a_load_holds_its_slots_until_all_ranks_have_ended_it() -> None:
     assert deciding.step(output()).loads == []
     deciding.finish("r")  # aborted
     assert "r" in stager.claimed
-    deciding.loads_ended({"r"}, set())
+    deciding.step_ended({"r"}, set(), None)
     assert stager.claimed == {}
 
 
@@ -174,9 +174,9 @@ def test_waiting_is_worth_what_the_engine_needs_to_compute_a_chunk(never_slower:
     add(deciding, one)
     deciding.matched(one, 0)
     assert stager.worth is None  # nothing was computed yet
-    deciding.step(output({"other": 64}))
+    meta = deciding.step(output({"other": 64}))
     time.sleep(0.04)
-    deciding.loads_ended(set(), set())
+    deciding.step_ended(set(), set(), meta.timed)
     deciding.matched(one, 0)
     if never_slower:
         assert stager.worth is not None
@@ -209,7 +209,7 @@ def test_workers_hear_of_the_adapter_with_each_step_and_each_copy(tmp_path: Path
     (load,) = deciding.step(output()).loads
     assert load.adapter is not None
     assert load.adapter.number == 5
-    deciding.loads_ended({"r"}, set())
+    deciding.step_ended({"r"}, set(), None)
     meta = deciding.step(output({"r": 33}))
     assert meta.adapters == (load.adapter,)
     assert [save.adapter for save in meta.saves] == [load.adapter]
@@ -234,7 +234,7 @@ def test_after_a_failed_load_the_store_is_not_asked_again(fails: bool) -> None:
     deciding.matched(one, 0)
     deciding.allocated(one, ([1, 2, 3, 4, 5],), 32)
     deciding.step(output())
-    deciding.loads_ended({"r"}, {"r"} if fails else set())
+    deciding.step_ended({"r"}, {"r"} if fails else set(), None)
     assert deciding.matched(one, 0) == (0 if fails else 32)
 
 
@@ -335,7 +335,7 @@ def test_requests_unknown_to_it_are_ignored() -> None:
     assert deciding.matched(stranger, 0) == 0
     deciding.allocated(stranger, ([1, 2],), 0)
     assert deciding.step(output({"stranger": 33})).saves == []
-    deciding.loads_ended({"stranger"}, {"stranger"})
+    deciding.step_ended({"stranger"}, {"stranger"}, None)
     deciding.finish("stranger")
 
 

@@ -234,6 +234,14 @@ def test_news_of_several_ranks_add_up() -> None:
     assert both.aggregate(WorkerNews(given_up={(0, 1): copies[2:]})).given_up[0, 1] == copies[1:]
 
 
+def test_the_number_of_a_step_is_told_back_once_by_all_ranks() -> None:
+    side = Machine(1).ranks[0].side
+    assert side.take_news(7) == WorkerNews(timed=7)
+    assert side.take_news() is None
+    assert WorkerNews(timed=7).aggregate(WorkerNews(timed=7)) == WorkerNews(timed=7)
+    assert WorkerNews().aggregate(WorkerNews(timed=7)) == WorkerNews(timed=7)
+
+
 def test_a_new_region_is_taken_over() -> None:
     """The scheduler's process has started anew."""
     machine = Machine(1)
