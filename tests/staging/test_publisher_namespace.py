@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tools.fault_store import Fault, FaultStore
+from tplayout.errors import FormatError, Reason
 from tplayout.format.digest import make_hasher
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import MAX_DOCUMENT_BYTES, Identity, namespace_document
@@ -14,6 +16,7 @@ from tplayout.format.keys import namespace_object
 from tplayout.staging.io_jobs import NAMESPACE_DIFFERS, Bench, NamespaceCheck, Publisher, probe
 from tplayout.staging.protocol import Probe, Save
 from tplayout.storage.base import Store
+from tplayout.storage.bounded import Deadline
 from tplayout.storage.url import open_store
 
 IDENTITY = Identity(
@@ -68,6 +71,19 @@ def test_another_codec_is_named_and_nothing_is_stored(store: Store) -> None:
     assert "storage.codec: ours 'none', theirs 'shuffle-zstd'; restart this server" in saved.detail
     assert probe(bench(store, document("a")), Probe(1)).kind == NAMESPACE_DIFFERS
     assert publish(store, packed).outcome == "saved"
+
+
+def test_an_object_that_cannot_be_packed_is_not_blamed_on_the_namespace(store: Store) -> None:
+    class Unpackable(FaultStore):
+        def _put(self, key: str, view: memoryview, deadline: Deadline) -> None:
+            raise FormatError(Reason.BAD_HEADER, "not what the geometry says", key)
+
+    store.put(NAME, document("a"))
+    region = SimpleNamespace(slot=lambda slot, group: bytes(64))
+    layout = SimpleNamespace(parent_range=range(32, 64))
+    at = replace(bench(Unpackable(store), document("a")), region=region, layouts=(layout,))
+    with pytest.raises(FormatError, match="not what the geometry says"):
+        Publisher(at).publish(replace(NOTHING, groups=(0,)))
 
 
 def test_a_damaged_document_is_left_alone(store: Store) -> None:

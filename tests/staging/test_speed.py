@@ -58,6 +58,13 @@ def test_a_load_that_does_not_end_counts_only_if_it_takes_longer_than_expected()
     assert speed.seconds(4) == pytest.approx(3.0)
 
 
+def test_of_many_loads_that_do_not_end_most_only_wait_for_a_thread():
+    speed = learnt(lambda k: 0.1, (4,), parallel=4)
+    assert speed.seconds(128) == pytest.approx(3.2)
+    speed.late(3.5, 128)
+    assert speed.seconds(128) == pytest.approx(3.2, rel=0.1)
+
+
 def test_noise_never_gives_a_negative_time():
     speed = LoadSpeed(8)
     for seconds, k in ((5.0, 1), (0.01, 8), (4.0, 2), (0.02, 7)):

@@ -207,9 +207,8 @@ class Publisher:
                 stored.append(group)
         except StorageError as error:
             outcome, kind, detail = "error", error.kind.value, str(error)
-        except (FormatError, NamespaceMismatch) as error:
-            damaged = isinstance(error, FormatError) and error.reason not in OF_OTHERS
-            outcome, kind, detail = "error", NAMESPACE_DIFFERS, f"{error}; {_REMOVE if damaged else _WAY_OUT}"
+        except _Differs as error:
+            outcome, kind, detail = "error", NAMESPACE_DIFFERS, str(error)
         evicted = 0 if self._bench.evictor is None else self._bench.evictor.take_count()
         return Saved(job.job, outcome, tuple(stored), kind, detail, written, time.monotonic() - started, evicted)
 
@@ -228,7 +227,7 @@ class Publisher:
     def _document(self) -> None:
         """Write namespace.json if it is missing, or was ours and is damaged: a write may fail half-way.
 
-        Raises FormatError or NamespaceMismatch if another one is there.
+        Raises _Differs if another one is there.
         """
         with self._lock:
             # Again now and then: the store may have been emptied while we run.
@@ -242,7 +241,8 @@ class Publisher:
                 self._write_document()
             except (FormatError, NamespaceMismatch) as error:
                 if not self._ours or _of_another(error):
-                    raise
+                    damaged = isinstance(error, FormatError) and error.reason not in OF_OTHERS
+                    raise _Differs(f"{error}; {_REMOVE if damaged else _WAY_OUT}") from None
                 self._write_document()
             else:
                 self._ours = True
@@ -253,6 +253,10 @@ class Publisher:
         self._bench.put(namespace_object(self._bench.namespace_name), self._bench.document)
         # Another server may be writing its own at this moment, and the last one counts: look again soon.
         self._document_at = self._clock() - _DOCUMENT_S + _WRITTEN_S
+
+
+class _Differs(Exception):
+    """The store's namespace is kept in another way; str() says how, and the way out."""
 
 
 def _of_another(error: FormatError | NamespaceMismatch) -> bool:

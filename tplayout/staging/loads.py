@@ -33,7 +33,8 @@ class Loads:
         """No loads."""
         self._pool = pool
         self.speed = LoadSpeed(pool.plan.io_processes * pool.plan.load_threads)
-        self._together: dict[int, int] = {}  # job -> loads in flight when it was handed out
+        # job -> when it was handed out, and loads in flight then; the oldest is the first
+        self._handed_out: dict[int, tuple[float, int]] = {}
 
     def stage(self, chunk: ChunkId, groups: Sequence[int]) -> tuple[int | None, Staged]:
         """See to it that the chunk's groups are in a slot: (its slot, how far that is), or (None, why not)."""
@@ -79,13 +80,13 @@ class Loads:
             pool.table.change(slot, groups, Part.EMPTY)
             return None, Staged.IO_DOWN
         pool.loads_in_flight += 1
-        self._together[job] = pool.loads_in_flight
+        self._handed_out[job] = (pool.clock(), pool.loads_in_flight)
         return slot, Staged.BEGUN
 
     def drop_if_unwanted(self, slot: int) -> None:
         """Cancel the loads into a slot that nobody has pinned any more."""
         pool = self._pool
-        if pool.table.pins(slot) == 0:
+        if pool.table.pins(slot) == 0 and self._is_loading(slot):
             for job in list(pool.in_flight.values()):
                 if isinstance(job.work, Load) and job.work.slot == slot:
                     pool.io.cancel(job.work.job)
@@ -94,7 +95,7 @@ class Loads:
         """A load was answered: update slot and books. Returns why not all of it is there, "" if it is."""
         pool = self._pool
         pool.loads_in_flight -= 1
-        together = self._together.pop(work.job)
+        _, together = self._handed_out.pop(work.job)
         if event.outcome == "ready":
             pool.uses.told(key)
             self.speed.add(event.seconds, together)
@@ -120,17 +121,27 @@ class Loads:
         If the store has answered nobody else either, that is a failure of it: its own deadline may be far longer.
         """
         pool = self._pool
-        self.speed.late(pool.clock() - since, pool.loads_in_flight)
+        self.late()
         if pool.answered_at < since:
             pool.reads.failed("timeout", f"no load was answered for {pool.clock() - since:.1f} s")
+
+    def late(self) -> None:
+        """Somebody has given up on loads. Those that have not ended tell how slow the store is."""
+        began, _ = next(iter(self._handed_out.values()), (None, 0))
+        if began is not None:
+            self.speed.late(self._pool.clock() - began, self._pool.loads_in_flight)
 
     def lost(self, work: Load) -> str:
         """A load died with its process, which can write into the slot no more."""
         self._pool.loads_in_flight -= 1
-        del self._together[work.job]
+        del self._handed_out[work.job]
         self._pool.counters[f"load_errors.{LOST}"] += 1
         self._settle(work, ())
         return LOST
+
+    def _is_loading(self, slot: int) -> bool:
+        table = self._pool.table
+        return any(table.part(slot, group) is Part.LOADING for group in range(len(self._pool.plan.writers)))
 
     def _settle(self, work: Load, good: Sequence[int]) -> None:
         table = self._pool.table

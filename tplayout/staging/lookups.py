@@ -91,6 +91,8 @@ class Lookups:
         lookup.asked = self._pool.clock()
         if lookup.deadline is None:
             lookup.deadline = lookup.asked + self._pool.plan.load_deadline_s
+            if not lookup.staged:  # it has been parked, or there was no room: nothing was loaded for it meanwhile
+                lookup.began = lookup.asked
             if not lookup.done:  # it may have been waiting for slots, or been parked
                 self._open[name] = lookup
                 self._want(lookup)
@@ -220,7 +222,7 @@ class Lookups:
             if lookup.deadline is not None and now >= lookup.deadline:
                 self._finish(lookup, "deadline")
             elif lookup.patience is not None and now >= lookup.patience:
-                self._loads.speed.late(now - lookup.began, self._pool.loads_in_flight)
+                self._loads.late()
                 self._finish(lookup, TOO_SLOW)
             elif lookup.starved_since is not None and lookup.starved_since <= hungry:
                 self._stop(lookup, len(lookup.staged), Staged.NO_SLOT)

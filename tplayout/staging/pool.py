@@ -58,6 +58,7 @@ class Pool:
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     in_flight: dict[int, Job] = field(default_factory=dict)
     loads_in_flight: int = 0
+    saves_in_flight: int = 0
     answered_at: float = 0.0  # when the store last answered a load, whatever it said
     ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     limit: LogLimit = field(init=False)

@@ -39,8 +39,7 @@ class Saves:
         if not (pool.writes.closed or pool.writes.trial()):
             return self._skip(f"store-{pool.writes.kind}")
         if slot is None:
-            saving = sum(isinstance(job.work, Save) for job in pool.in_flight.values())
-            room = saving < pool.plan.most_saves
+            room = pool.saves_in_flight < pool.plan.most_saves
             slot = pool.table.acquire(chunk.key, todo, Part.FILLING) if room else None
             if slot is None:
                 pool.writes.undecided()
@@ -75,6 +74,7 @@ class Saves:
     def finished(self, work: Save, key: bytes, event: Saved) -> str:
         """A save was answered. Returns why the slot is not readable, "" if it is."""
         pool = self._pool
+        pool.saves_in_flight -= 1
         pool.known.add(key, event.stored)
         pool.counters["save_bytes"] += event.written
         pool.counters["evictions"] += event.evicted
@@ -94,6 +94,7 @@ class Saves:
 
     def lost(self, work: Save) -> str:
         """A save died with its process. The slot stays readable if it had been sealed."""
+        self._pool.saves_in_flight -= 1
         self._pool.counters[f"save_errors.{LOST}"] += 1
         self._pool.writes.undecided()
         return self._settle(work, LOST)
@@ -130,7 +131,7 @@ class Saves:
         pool.table.change(slot, groups, Part.PUBLISHING)
         generation = pool.table.generation(slot)
         work = Save(next(pool.ids), slot, generation, groups, key.hex(), replace, sealed=True)
-        if not pool.submit(work, key):
+        if not self._submit(work, key):
             pool.writes.undecided()
             pool.table.change(slot, groups, Part.CLEAN)
 
@@ -143,12 +144,17 @@ class Saves:
             for group in groups:
                 pool.region.clear_marks(slot, group)
                 write_info(pool.region.slot(slot, group), pool.plan.layouts[group], chunk)
-            handed_out = pool.submit(work, chunk.key)
+            handed_out = self._submit(work, chunk.key)
         finally:
             if not handed_out:
                 pool.writes.undecided()
                 pool.table.change(slot, groups, Part.EMPTY)
         return SlotRef(slot, generation, groups) if handed_out else self._skip("io-down")
+
+    def _submit(self, work: Save, key: bytes) -> bool:
+        taken = self._pool.submit(work, key)
+        self._pool.saves_in_flight += taken
+        return taken
 
     def _skip(self, reason: str) -> SlotRef | None:
         self._pool.counters[f"save_skips.{reason}"] += 1

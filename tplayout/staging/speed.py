@@ -27,10 +27,10 @@ class LoadSpeed:
         self._moments = (mixed[0], mixed[1], mixed[2], mixed[3])
 
     def late(self, seconds: float, together: int) -> None:
-        """A load has not ended after so long. Counts if that is news."""
+        """Of loads that began together the first has not ended after so long, or the last. Counts if that is news."""
         expected = self.seconds(together)
         if expected is None or seconds > expected:
-            self.add(seconds, together)
+            self.add(seconds / max(1.0, together / self._parallel), together)  # most of them waited for a thread
 
     def seconds(self, count: int) -> float | None:
         """How long `count` loads will take that start together; None before anything is known."""
