@@ -149,9 +149,10 @@ class CappedStore(LocalStore):
         try:
             now = time.monotonic()
             sum_up = now - self._summed_up_at > _SUM_UP_S
-            yield Account(self._root, fd, sum_up)
+            account = Account(self._root, fd, sum_up)
             if sum_up:
                 self._summed_up_at = now
+            yield account
         finally:
             os.close(fd)
 
@@ -162,28 +163,30 @@ class CappedStore(LocalStore):
         frozen process holds it.
         """
         deadline = Deadline(seconds)
-        while True:
-            fd = beneath.open_shared(self._root, key)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if beneath.is_same(self._root, key, fd):  # else it was removed, and others lock a new one
-                    return fd
-            except BlockingIOError:
-                pass
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                os.close(fd)
-                if error.errno in _NO_LOCKS:
-                    raise Unavailable(
-                        f"put {key!r} on {self.url}: this file system has no locks ({error.strerror}), so max_bytes "
-                        "cannot hold; leave it out, and run `tplayout gc` now and then"
-                    ) from None
-                raise
-            os.close(fd)
+        while (fd := self._try_lock(key)) is None:
             if not deadline.left():
                 raise StorageTimeout(
                     f"put {key!r} on {self.url}: another process keeps it locked for {seconds:g} s; "
                     + ("it takes long to make room" if key == EVICTING else "look for one that is stopped")
                 )
             time.sleep(random.uniform(0.0005, 0.004))
+        return fd
+
+    def _try_lock(self, key: str) -> int | None:
+        fd, locked = beneath.open_shared(self._root, key), False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = beneath.is_same(self._root, key, fd)  # else it was removed, and others lock a new one
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                raise Unavailable(
+                    f"put {key!r} on {self.url}: this file system has no locks ({error.strerror}), so max_bytes "
+                    "cannot hold; leave it out, and run `tplayout gc` now and then"
+                ) from None
+            raise
+        finally:
+            if not locked:
+                os.close(fd)
+        return fd if locked else None
