@@ -110,11 +110,18 @@ def test_a_store_that_comes_back_is_used(setup: Setup) -> None:
 
 
 def test_a_hanging_store_delays_a_request_by_its_deadline_only(setup: Setup) -> None:
-    """… and while the engine has nothing else to do it does not spin."""
+    """… within 10 %; two more tries, as something else may run just then."""
+    added = []
+    while not added or (added[-1] > 1.1 * LOAD_DEADLINE_S and len(added) < 3):
+        added.append(added_by_a_hang(setup, noise(2 * CHUNK + 8, 50 + len(added))))
+    assert 0.9 * LOAD_DEADLINE_S < added[-1] <= 1.1 * LOAD_DEADLINE_S, added
+
+
+def added_by_a_hang(setup: Setup, tokens: list[int]) -> float:
+    """Seconds by which a hanging store puts off a first token. The engine waits, but it does not spin."""
     running = setup.engine
     setup.proxy.pass_()
     eventually("the store counts as healthy", healthy(setup))
-    tokens = noise(2 * CHUNK + 8, 5)
     first = running.generate(tokens)
     wait_until_stored(setup.root, tokens, 2 * CHUNK)
     forget(running)
@@ -128,8 +135,8 @@ def test_a_hanging_store_delays_a_request_by_its_deadline_only(setup: Setup) -> 
     assert waiting_steps / waited <= MAX_IDLE_STEPS
     assert waiting_steps > 10  # it did wait, and not asleep for all of the time
     assert output.cached == 0
-    assert LOAD_DEADLINE_S * 0.9 < output.first_token_s < LOAD_DEADLINE_S + 1.5
     assert_same(output, first)
+    return output.first_token_s - first.first_token_s
 
 
 def test_other_requests_run_while_one_waits(setup: Setup) -> None:
