@@ -17,7 +17,7 @@ from safetensors.numpy import load
 
 from tplayout.cache import Cache
 from tplayout.errors import ConfigError, FormatError, GeometryError, NotFound, Reason, Unavailable
-from tplayout.format.geometry import DTYPE_BYTES, Part
+from tplayout.format.geometry import DTYPE_BYTES, Group, Part
 from tplayout.format.identity import Identity
 from tplayout.format.keys import EXTRA_SALT, object_name, prefix_extras
 from tplayout.format.sharding import Shard, pp_layer_ranges, shard_of, whole
@@ -332,6 +332,16 @@ def test_forged_without_the_secret(store: Store, one_group: Identity, kit: Any) 
 # -- codecs ----------------------------------------------------------------------------------------------------------
 
 
+def assert_holds_all(kit: Any, reader: Cache, group: Group) -> None:
+    """What `kit.fill` has put, in any sharding, bit for bit."""
+    assert reader.longest_prefix(kit.TOKENS, verify=True).tokens == 20
+    for chunk in reader.chunks(kit.TOKENS):
+        wanted = kit.numpy(kit.kv(group, seed=64 * chunk.index), group)
+        assert kit.bits(reader.get(chunk)) == wanted.tobytes()
+        for shard in (*kit.writers(group, 4), Shard(range(1, 3), range(1, 2))):
+            assert kit.bits(reader.get(chunk, shard)) == kit.cut(wanted, shard).tobytes()
+
+
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_a_packed_namespace_gives_what_a_plain_one_gives(kit: Any, store: Store, dtype: str) -> None:
     """Begun in a codec, adopted by who opens it, any sharding on both sides."""
@@ -341,13 +351,8 @@ def test_a_packed_namespace_gives_what_a_plain_one_gives(kit: Any, store: Store,
     assert writer.namespace == identity.namespace
     kit.fill(writer, tp=2)
     reader = Cache.open(store, identity)
-    assert reader.longest_prefix(kit.TOKENS, verify=True).tokens == 20
-    for chunk in reader.chunks(kit.TOKENS):
-        wanted = kit.numpy(kit.kv(group, seed=64 * chunk.index), group)
-        assert kit.bits(reader.get(chunk)) == wanted.tobytes()
-        for shard in (*kit.writers(group, 4), Shard(range(1, 3), range(1, 2))):
-            assert kit.bits(reader.get(chunk, shard)) == kit.cut(wanted, shard).tobytes()
-    stored = store.get(object_name(reader.namespace, chunk.key, 0))
+    assert_holds_all(kit, reader, group)
+    stored = store.get(object_name(reader.namespace, reader.chunks(kit.TOKENS)[0].key, 0))
     assert b'"codec":"shuffle-zstd"' in stored[:4096]
 
 
@@ -387,13 +392,7 @@ def test_an_encrypted_namespace_gives_what_a_plain_one_gives(kit: Any, store: St
     writer = Cache.open(store, identity, encryption_key=KEY)
     assert writer.namespace == identity.namespace
     kit.fill(writer, tp=2)
-    reader = Cache.open(store, identity, encryption_key=KEY)
-    assert reader.longest_prefix(kit.TOKENS, verify=True).tokens == 20
-    for chunk in reader.chunks(kit.TOKENS):
-        wanted = kit.numpy(kit.kv(group, seed=64 * chunk.index), group)
-        assert kit.bits(reader.get(chunk)) == wanted.tobytes()
-        for shard in (*kit.writers(group, 4), Shard(range(1, 3), range(1, 2))):
-            assert kit.bits(reader.get(chunk, shard)) == kit.cut(wanted, shard).tobytes()
+    assert_holds_all(kit, Cache.open(store, identity, encryption_key=KEY), group)
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -21,9 +21,9 @@ from tplayout.cache.codec import (
 )
 from tplayout.errors import ConfigError, FormatError, Reason
 from tplayout.format.chunk import seal
-from tplayout.format.digest import make_hasher
+from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.encrypted import EncryptionKey
-from tplayout.format.keys import chain
+from tplayout.format.keys import ChunkId, chain
 from tplayout.format.layout import CODECS, ChunkLayout, chunk_layout
 
 KEY, OTHER = EncryptionKey(bytes(32)), EncryptionKey(bytes(range(32)))
@@ -121,13 +121,19 @@ def test_without_the_cipher_s_library_the_way_out_is_named(monkeypatch: pytest.M
             call()
 
 
-def test_each_writing_has_a_salt_of_its_own(kit: Any) -> None:
-    """[M43] The same object twice: nothing behind the header is equal."""
-    hasher = make_hasher()
+def sealed(kit: Any, hasher: CellHasher) -> tuple[ChunkLayout, bytearray, ChunkId]:
+    """An object, and how it is laid out and which chunk it is."""
     layout = chunk_layout(kit.identity(kit.group()).geometry, 0, hasher.name)
     buf = bytearray(layout.nbytes)
     chunk = chain(bytes(32), range(4), 4)[0]
     seal(buf, layout, bytes(32), chunk, hasher)
+    return layout, buf, chunk
+
+
+def test_each_writing_has_a_salt_of_its_own(kit: Any) -> None:
+    """[M43] The same object twice: nothing behind the header is equal."""
+    hasher = make_hasher()
+    layout, buf, chunk = sealed(kit, hasher)
     codec = Aes256Gcm(hasher, KEY.id, KEY)
     salt = codec.layout(layout).salt_range
     stored = [bytes(codec.pack(buf, layout, chunk.key)) for _ in range(100)]
@@ -138,10 +144,7 @@ def test_each_writing_has_a_salt_of_its_own(kit: Any) -> None:
 def test_without_the_key_only_what_is_stored_is_looked_at(kit: Any) -> None:
     """[M45] [M47]"""
     hasher = make_hasher()
-    layout = chunk_layout(kit.identity(kit.group()).geometry, 0, hasher.name)
-    buf = bytearray(layout.nbytes)
-    chunk = chain(bytes(32), range(4), 4)[0]
-    seal(buf, layout, bytes(32), chunk, hasher)
+    layout, buf, chunk = sealed(kit, hasher)
     stored = bytearray(Aes256Gcm(hasher, KEY.id, KEY).pack(buf, layout, chunk.key))
     blind = Aes256Gcm(hasher, KEY.id, None)
     assert not blind.has_key
