@@ -12,7 +12,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
 import textwrap
@@ -21,11 +20,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import demo_models
 from s3_server import S3Server
-from vllm_server import Answer, ServerError, VLLMServer, transfer_config
+from vllm_server import Answer, ServerError, VLLMServer, interrupt_on_sigterm, transfer_config
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / ".demo"
@@ -256,15 +254,6 @@ def store(url: str | None, s3: bool, progress: Progress) -> Iterator[tuple[str, 
             yield f"file://{directory}", {}
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def interrupt_on_sigterm() -> None:
-    """Make SIGTERM end the demo as Ctrl-C does: the servers are stopped first."""
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

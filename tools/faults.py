@@ -31,6 +31,7 @@ import fuzz  # noqa: E402
 from faults_engines import Ground, Tally  # noqa: E402
 from faults_log import RequestLog, Verdict, judge  # noqa: E402
 from vllm_engine import EngineFailed  # noqa: E402
+from vllm_server import interrupt_on_sigterm  # noqa: E402
 
 from tplayout.errors import TPLayoutError  # noqa: E402
 
@@ -198,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     directory = Path(tempfile.mkdtemp(prefix="tplayout-faults-"))
     print(f"seed {seed}, logs in {directory}", flush=True)
     amounts = QUICK if options.quick else ALL_OF_IT
+    interrupt_on_sigterm()
     try:
         outcome = run(amounts, seed, directory, lambda line: print(line, flush=True))
     except KeyboardInterrupt:

@@ -370,7 +370,7 @@ def check_remains(ground: Ground, running: Engine) -> None:
     Ask before the engine is killed for good, which would remove what is looked for.
     """
     end = time.monotonic() + ENDED_S
-    while left := [*_holders(running)]:
+    while left := [*holders(running)]:
         if time.monotonic() > end:
             ground.leaks += left
             return
@@ -378,7 +378,7 @@ def check_remains(ground: Ground, running: Engine) -> None:
     ground.leaks += [str(path) for path in Path("/dev/shm").iterdir() if "tplayout" in path.name]
 
 
-def _holders(running: Engine) -> Iterator[str]:
+def holders(running: Engine) -> Iterator[str]:
     """Living processes of an engine that hold memory of ours, or are I/O processes."""
     for pid, line in running.pids().items():
         with contextlib.suppress(OSError):

@@ -41,6 +41,7 @@ from faults_engines import (  # noqa: E402
 )
 from faults_log import Answer, RequestLog, judge  # noqa: E402
 from vllm_engine import DRIVER, Engine, EngineFailed, engine  # noqa: E402
+from vllm_server import interrupt_on_sigterm  # noqa: E402
 
 from tools.faulty_files import FaultyFiles, spread  # noqa: E402
 
@@ -183,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: list[Growth] = []
     cold: dict[str, Answer] = {}
     injected = 0
+    interrupt_on_sigterm()
     try:
         cold = cold_answers(ground)
         print(f"{len(cold)} cold answers; the store breaks and works in turn from now on", flush=True)

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from s3_server import free_port
@@ -42,6 +43,15 @@ class Answer:
     cached_tokens: int
     first_token_s: float
     total_s: float
+
+
+def interrupt_on_sigterm() -> None:
+    """Make SIGTERM end a program as Ctrl-C does: the servers that it has started are stopped first."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, handler)
 
 
 def cpu_environment() -> dict[str, str]:

@@ -56,7 +56,10 @@ class OneProcess:
 
 def forget(running: Engine) -> None:
     """Leave only the store: neither vLLM's own prefix cache nor the connector's host memory knows anything."""
-    assert running.call("reset_prefix_cache", connector=True)
+    deadline = time.monotonic() + 10
+    while not running.call("reset_prefix_cache", connector=True):  # refused while blocks are still held
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def supplied(running: Engine, tokens: list[int], max_tokens: int = ANSWER, **kind: Any) -> tuple[Output, int]:

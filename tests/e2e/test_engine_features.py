@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from e2e_cases import ANSWER, CHUNK, assert_same, cold_answer, engine_args, external_hits, noise, offload
+from e2e_one_process import forget
 from e2e_store import objects, stored_prefix, verified, wait_until_stored
 from vllm_engine import Engine, EngineFailed, Output, Pending, engine
 
@@ -41,14 +42,6 @@ def one(root: Path, logs: Path) -> Iterator[Engine]:
     )
     with engine(args, logs / "features.log") as running:
         yield running
-
-
-def forget(running: Engine) -> None:
-    """Leave only the store: neither vLLM's own prefix cache nor the connector's host memory knows anything."""
-    deadline = time.monotonic() + 10
-    while not running.call("reset_prefix_cache", connector=True):  # refused while blocks are still held
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def reload(running: Engine, tokens: list[int], max_tokens: int = ANSWER) -> tuple[Output, float]:

@@ -13,23 +13,10 @@ from pathlib import Path
 import pytest
 from e2e_cases import CHUNK, assert_same, engine_args, noise, offload
 from e2e_store import objects, verified, wait_until_stored
+from faults_engines import IO_PROCESS, holders
 from vllm_engine import Engine, EngineFailed, engine
 
-IO_PROCESS = "tplayout.staging.io_process"
 ENDED_S = 25.0  # drain time, and one store operation beyond it
-
-
-def holders(running: Engine) -> list[str]:
-    """Processes of this engine that hold memory of ours, or are I/O processes."""
-    found = []
-    for pid, line in running.pids().items():
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text()
-        except OSError:
-            continue
-        if "memfd:tplayout" in maps or IO_PROCESS in line:
-            found.append(f"{pid} {line}")
-    return found
 
 
 def busy(running: Engine, seed: int) -> None:
@@ -42,7 +29,7 @@ def busy(running: Engine, seed: int) -> None:
 def check_remains(running: Engine, root: Path) -> None:
     """After the death of an engine: without any help, its memory is gone and no I/O process is left."""
     deadline = time.monotonic() + ENDED_S
-    while left := holders(running):
+    while left := [*holders(running)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
     running.kill()
@@ -57,7 +44,7 @@ def running(tmp_path: Path) -> Iterator[Engine]:
         tokens = noise(2 * CHUNK + 5, 1)
         started.generate(tokens)
         wait_until_stored(tmp_path / "store", tokens, 2 * CHUNK)
-        assert len(holders(started)) >= 4  # the engine core, two workers, an I/O process
+        assert len([*holders(started)]) >= 4  # the engine core, two workers, an I/O process
         yield started
 
 
