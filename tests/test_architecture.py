@@ -229,7 +229,7 @@ def tracked() -> Iterator[tuple[str, str]]:
 
 
 needs_git = pytest.mark.skipif(
-    not (ROOT / ".git").exists(), reason="NOT TESTED: no git checkout, so which files are published is unknown"
+    not (ROOT / ".git").exists(), reason="NOT TESTED: what published files name, since only git tells which they are"
 )
 
 

@@ -25,14 +25,8 @@ class Place:
         self.faults = FaultyFiles(root / "faults")
         control = f"control={self.faults.storage_options['control']}"
         self.seed, self.rates = 0, spread(0)
-        self.options = [
-            "--storage-option",
-            control,
-            "--timeout",
-            "0.3",
-            "--jobs",
-            "1",
-        ]  # so that each run of the tests is the same
+        # One job, so that each run of the tests is the same.
+        self.options = ["--storage-option", control, "--timeout", "0.3", "--jobs", "1"]
 
     def break_it(self, rates: Rates, seed: int) -> None:
         """What breaks in the runs to come, other calls in each."""
