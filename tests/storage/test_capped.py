@@ -249,7 +249,8 @@ def test_four_processes_that_write_and_are_killed_never_exceed_it(
     """Looked at while the account is locked, when nothing that counts can move; every 0.1 s one of them is killed."""
     writers = [writer(seed) for seed in range(4)]
     draw = random.Random(5)
-    end, kill_at, looks, most = time.monotonic() + 4.0, time.monotonic() + 0.1, 0, 0
+    end, kill_at = time.monotonic() + 4.0, time.monotonic() + 0.1
+    looks = most = found = 0
     while time.monotonic() < end:
         with contextlib.suppress(FileNotFoundError), held(root / ACCOUNT):
             found = sizes(root)
