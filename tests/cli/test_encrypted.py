@@ -10,6 +10,7 @@ import pytest
 from tests.support.filled_store import fill, identity, name_of
 from tests.support.sample_stores import content
 from tests.support.tool import ask, call, refused
+from tplayout.admin.journal import Journal
 from tplayout.cache import Cache
 from tplayout.format.encrypted import EncryptionKey
 
@@ -166,11 +167,16 @@ def test_verify_without_the_key_finds_damage_and_says_what_it_cannot(world: Worl
     assert ask("inspect", world.url, in_quarantine, *world.with_key, code=1)["sound"] is False
 
 
-def test_a_resumed_verification_is_of_the_same_key(world: World) -> None:
+def test_a_resumed_verification_is_of_the_same_key(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = world.path / "journal"
-    flip_last(world.url / world.names[4])
-    ask("verify", world.url, "--journal", journal, code=1)
-    ask("verify", world.url, "--journal", journal, *world.with_key, code=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "finish", Journal.close)  # it stays, as that of an interrupted run
+        ask("verify", world.url, "--journal", journal)
+    assert "is of another verification (encryption_key is None" in refused(
+        "verify", world.url, "--journal", journal, *world.with_key
+    )
+    assert ask("verify", world.url, "--journal", journal)["checked"] == 10
+    assert not journal.exists()
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "verify --quick", "inspect", "cp", "mv", "export", "convert"])

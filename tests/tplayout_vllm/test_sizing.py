@@ -14,7 +14,7 @@ ALONE = Engines(1, 1)
 
 
 def test_default_is_a_share_of_what_is_free_and_allowed() -> None:
-    assert staging_slots(None, MIB, ALONE, limit=None or 2**60, available=400 * MIB) == 100
+    assert staging_slots(None, MIB, ALONE, limit=2**60, available=400 * MIB) == 100
     assert staging_slots(None, MIB, ALONE, limit=200 * MIB, available=400 * MIB) == 50
     assert staging_slots(None, MIB, Engines(2, 1), limit=200 * MIB, available=400 * MIB) == 25
 
