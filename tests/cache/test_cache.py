@@ -87,7 +87,7 @@ def test_several_groups(store: Store, kit: Any) -> None:
 
 @pytest.mark.parametrize("heads", [4, 2])
 def test_stores_written_at_any_tp_are_identical(tmp_path: Path, kit: Any, heads: int) -> None:
-    """Issue: written at TP=1, 2 and 4 from the same KV, the stores are byte-identical, file for file."""
+    """Written at TP=1, 2 and 4 from the same KV, the stores are byte-identical, file for file."""
     identity = kit.identity(kit.group(heads=heads), kit.group("window-7", "window", heads=heads, window=7))
     trees: list[dict[str, bytes]] = []
     for tp in (1, 2, 4):
