@@ -51,6 +51,7 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: Guarded | None = None
         self._worker: WorkerSide | None = None
         self._report: WorkerReport | None = None
+        self._saved: StepMetadata | None = None  # the last step whose saves were made
         if role is KVConnectorRole.WORKER:
             self._worker = self._make_worker(vllm_config)
 
@@ -81,10 +82,16 @@ class TPLayoutConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         assert self._worker is not None
-        self._worker.save(self._step())
+        step = self._step()
+        if step is not self._saved:
+            self._saved = step
+            self._worker.save(step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._worker is not None
+        # With speculation vLLM waits for saves behind the draft model only, which a pipeline stage that is not the last
+        # never gets to. What is saved is complete here: nothing of the draft model's.
+        self.wait_for_save()
         finished, failed = self._worker.take_results()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 

@@ -342,10 +342,15 @@ class SimEngine:
         return true[: accepted + 1]
 
     def _worker_step(self, worker: RankConnector, output: Any, sampled: dict[str, list[int]]) -> ModelRunnerOutput:
-        """The connector's part of a step, in the order of vLLM's model runner."""
+        """The connector's part of a step, in the order of vLLM's model runner.
+
+        With speculation it waits for saves at the very end, and only where tokens are sampled: on the last rank here,
+        as if each were a pipeline stage.
+        """
         worker.bind_connector_metadata(output.kv_connector_metadata)
         worker.start_load_kv(None)
-        worker.wait_for_save()
+        if not self.setup.drafts:
+            worker.wait_for_save()
         results = worker.get_transfer_results(output.finished_req_ids)
         kv_output = KVConnectorOutput(
             finished_sending=results.finished_sending,
@@ -355,6 +360,8 @@ class SimEngine:
             kv_connector_stats=worker.get_kv_connector_stats(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
+        if self.setup.drafts and worker is self._workers[-1]:
+            worker.wait_for_save()
         worker.clear_connector_metadata()
         names = list(sampled)
         return ModelRunnerOutput(
