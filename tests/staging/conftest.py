@@ -124,8 +124,8 @@ class World:
         }
         return StagingPlan(**{**settings, **changes})
 
-    def stager(self, plan=None, **changes):
-        stager = Stager(plan or self.plan(**changes))
+    def stager(self, plan=None, clock=time.monotonic, **changes):
+        stager = Stager(plan or self.plan(**changes), clock)
         self._stack.callback(stager.close)
         return stager
 
@@ -183,6 +183,16 @@ class World:
             return not stager.busy
 
         wait_until(idle, seconds)
+
+    def settle_sending(self, stager, seconds=20.0):
+        """Poll until the I/O processes have all that they were sent."""
+        channels = stager._pool.io._channels
+
+        def sent():
+            stager.poll()
+            return not any(channel._outgoing for channel in channels)
+
+        wait_until(sent, seconds)
 
     def finish(self, stager, name, seconds=20.0):
         """Poll a lookup until it is done."""

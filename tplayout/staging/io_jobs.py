@@ -134,7 +134,6 @@ def load(bench: Bench, job: Load, namespace: NamespaceCheck) -> Loaded:
         except StorageError as error:
             outcome, kind, detail = "error", error.kind.value, str(error)
         break
-    note_use(bench, key, done)
     return Loaded(job.job, outcome, tuple(done), kind, detail, nbytes, time.monotonic() - started)
 
 

@@ -60,12 +60,12 @@ from tplayout.storage.url import open_store
 _MARKS_S = 0.003  # between looks at the marks of pending saves
 _GRACE_S = 0.5  # for writers that still live when the scheduler is gone
 _STUCK_S = 5.0  # beyond the store's own deadlines
+_MOST_USES = 4096  # notes of uses that wait for a slow store; further ones are dropped
 _CHUNK = 2**16
 
 INTERNAL = "internal"  # kind of an error that is a bug of ours
 
 Job = Load | Save | Probe
-Given = Job | Use
 
 
 def detach() -> None:
@@ -105,7 +105,6 @@ class IoProcess:
         self._config = config
         self._publisher = io_jobs.Publisher(bench)
         self._namespace = io_jobs.NamespaceCheck(bench)
-        self._sending = threading.Lock()
         self._waiting: dict[Save, float] = {}  # not marked yet -> when to give up
         self._given: set[int] = set()  # loads and probes that threads have to answer
         self._unsaved: set[int] = set()  # saves that threads have to finish
@@ -117,8 +116,14 @@ class IoProcess:
         self._selector.register(control, selectors.EVENT_READ)
         if lifeline >= 0:
             self._selector.register(lifeline, selectors.EVENT_READ)
-        self._loads: queue.SimpleQueue[Given] = queue.SimpleQueue()
-        self._saves: queue.SimpleQueue[Given] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._uses: queue.Queue[Use] = queue.Queue(_MOST_USES)
+        # An engine that idles reads nothing: jobs must not wait until it does.
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_events, daemon=True)
+        self._sender.start()
+        threading.Thread(target=self._note_uses, daemon=True).start()
         for jobs, count in ((self._loads, config.load_threads), (self._saves, config.save_threads)):
             for _ in range(count):
                 threading.Thread(target=self._work, args=(jobs,), daemon=True).start()
@@ -141,6 +146,8 @@ class IoProcess:
                     self._leave(gone=True)
             self._look_at_marks()
             self._look_for_stuck_jobs()
+        self._events.put(None)
+        self._sender.join(0.0 if self._gone else _GRACE_S)
 
     def _pause(self) -> float | None:
         if self._waiting or self._leave_at is not None:
@@ -187,7 +194,7 @@ class IoProcess:
             self._given.add(message.job)
             self._loads.put(message)
         elif isinstance(message, Use):
-            self._loads.put(message)
+            self._note_use(message)
         elif isinstance(message, Save):
             self._waiting[message] = time.monotonic() + self._config.save_wait_s
         elif isinstance(message, Cancel):
@@ -229,18 +236,16 @@ class IoProcess:
             self._send(Stuck(f"a store operation takes longer than {self._config.timeout_s:g} s"))
             self._leave(gone=False)
 
-    def _work(self, jobs: "queue.SimpleQueue[Given]") -> None:
+    def _work(self, jobs: "queue.SimpleQueue[Job]") -> None:
         while True:
             job = jobs.get()
-            if isinstance(job, Use):
-                with contextlib.suppress(Exception):  # nothing depends on it
-                    io_jobs.note_use(self._bench, bytes.fromhex(job.key), job.groups)
-                continue
             operations = 1 if isinstance(job, Probe) else 2 + 2 * len(job.groups)
             self._overdue[job.job] = time.monotonic() + operations * self._config.timeout_s + _STUCK_S
             event = self._perform(job)
             del self._overdue[job.job]
             self._send(event)
+            if isinstance(job, Load) and isinstance(event, Loaded) and event.groups:
+                self._note_use(Use(event.groups, job.key))
             for jobs_of in (self._given, self._unsaved, self._cancelled):
                 jobs_of.discard(job.job)
 
@@ -266,11 +271,24 @@ class IoProcess:
             self._send(Sealed(save.job))
         return self._publisher.publish(save)
 
+    def _note_use(self, use: Use) -> None:
+        with contextlib.suppress(queue.Full):  # nothing depends on it
+            self._uses.put_nowait(use)
+
+    def _note_uses(self) -> None:
+        while True:
+            use = self._uses.get()
+            with contextlib.suppress(Exception):
+                io_jobs.note_use(self._bench, bytes.fromhex(use.key), use.groups)
+
     def _send(self, event: Event) -> None:
-        if self._gone:
-            return
-        with self._sending, contextlib.suppress(OSError):  # a scheduler that is gone shows as end of file
-            self._control.sendall(encode(event))
+        self._events.put(event)
+
+    def _send_events(self) -> None:
+        while (event := self._events.get()) is not None:
+            if not self._gone:
+                with contextlib.suppress(OSError):  # a scheduler that is gone shows as end of file
+                    self._control.sendall(encode(event))
 
 
 def _failure(job: Job, detail: str) -> Event:
