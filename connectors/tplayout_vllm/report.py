@@ -41,10 +41,9 @@ class Report:
             return {}
         self._gauges_at = time.monotonic()
         slots = self._stager.snapshot()["slots"]
-        busy = sum(slots[state] for state in ("filling", "loading", "publishing", "limbo"))
         return {
             "staging_slots": self._stager.plan.slots,
-            "staging_used": max(busy, slots["pinned"]),
+            "staging_used": slots["used"],
             "staging_clean": slots["clean"],
             "store_healthy": float(all(state == "ok" for state in self._stager.health.values())),
         }

@@ -131,7 +131,7 @@ class PrefixSearch:
             return
         self._tail_start, self._tail_local = max(self._windows.first(self._end), local) // self._size, local
         wanted = self._chunks[self._tail_start : -(-self._end // self._size)]
-        self._stager.start_lookup(self._tail, wanted, self._window_groups)
+        self._stager.start_lookup(self._tail, wanted, self._window_groups, self._name)
 
     def _window_groups(self, position: int) -> tuple[int, ...]:
         """The window groups that a chunk of the tail is needed for."""

@@ -96,6 +96,22 @@ def test_with_a_hanging_store_a_lookup_ends_at_its_deadline_with_what_it_has(wor
     assert world.cells(stager, ref) == world.expected(chunks[0])
 
 
+def test_what_a_request_has_waited_for_one_lookup_counts_for_the_next(world):
+    """The windows of a prefix, which are looked up behind the rest of it."""
+    stager = world.faulty_stager(load_deadline_s=1.0, timeout_s=30.0)
+    chunks = world.chunks(3)
+    world.store_only(stager, chunks)
+    world.fail(get_into={"hang": True})
+    stager.start_lookup("r", chunks[:1])
+    started = time.monotonic()
+    assert world.finish(stager, "r").reason == "deadline"
+    for chunk in chunks[1:]:
+        stager.start_lookup("tail", [chunk], behind="r")
+        assert world.finish(stager, "tail").reason == "deadline"
+        stager.release("tail")
+    assert time.monotonic() - started < 1.9
+
+
 def test_a_hanging_store_delays_three_requests_not_all_until_its_timeout(world):
     stager = world.faulty_stager(load_deadline_s=0.2, timeout_s=30.0)
     chunks = world.chunks(1)

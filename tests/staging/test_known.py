@@ -4,7 +4,7 @@ from tplayout.staging.known import Damaged, KnownStored, UsesTold
 
 
 def test_the_least_recently_seen_objects_are_forgotten():
-    known = KnownStored(3)
+    known = KnownStored(3, 600.0, lambda: 0.0)
     known.add(b"a", [0, 1])
     known.add(b"b", [0])
     known.add(b"a", [0])
@@ -14,8 +14,20 @@ def test_the_least_recently_seen_objects_are_forgotten():
     assert known.has(b"a", 0)
 
 
+def test_an_object_is_believed_to_be_there_for_a_while_since_it_was_seen_last():
+    now = [0.0]
+    known = KnownStored(10, 600.0, lambda: now[0])
+    known.add(b"a", [0, 1])
+    now[0] = 599.0
+    known.add(b"a", [1])
+    assert known.has(b"a", 0)
+    now[0] = 601.0
+    assert not known.has(b"a", 0)
+    assert known.has(b"a", 1)
+
+
 def test_objects_are_forgotten_one_by_one_or_all():
-    known = KnownStored(10)
+    known = KnownStored(10, 600.0, lambda: 0.0)
     known.add(b"a", [0, 1])
     known.forget(b"a", [1, 2])
     assert known.has(b"a", 0)

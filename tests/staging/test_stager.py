@@ -131,6 +131,51 @@ def test_stored_chunks_are_not_saved_again(world):
     assert stager.snapshot()["save_skips"] == {"already-stored": 2, "in-flight": 1}
 
 
+def test_all_is_published_though_nobody_reads_the_answers(world):
+    """An engine that idles polls nothing, and a socket holds the answers of some hundred jobs."""
+    stager = world.stager(slots=800)
+    chunks = world.chunks(600)
+    refs = [stager.begin_save(chunk) for chunk in chunks]
+    world.settle_sending(stager)
+    for ref, chunk in zip(refs, chunks, strict=True):
+        world.fill(stager, ref, chunk.key)
+    world.wait_until(lambda: all(world.path(chunk).exists() for chunk in chunks), 60, 0.2)
+    world.settle(stager)
+    assert stager.snapshot()["saves"] == len(chunks)
+
+
+def test_a_long_queue_leaves_slots_for_what_is_computed_meanwhile(world):
+    stager = world.stager(slots=8)
+    stored = [world.chunks(4, seed) for seed in (1, 2, 3)]
+    for chunks in stored:
+        world.store_only(stager, chunks)
+    for name, chunks in zip("abc", stored, strict=True):
+        stager.start_lookup(name, chunks)
+    world.settle(stager)
+    assert stager.snapshot()["loads"] == 6
+    world.save(stager, world.chunks(2, 4))
+    for name in "abc":  # once somebody waits for them there is no reserve
+        assert world.finish(stager, name).ready == 4
+        stager.release(name)
+
+
+def test_what_was_removed_by_others_is_saved_again_after_a_while(world):
+    """Also by a server that looks nothing up, one that only saves."""
+    now = [0.0]
+    stager = world.stager(clock=lambda: time.monotonic() + now[0])
+    chunk = world.chunks(1)[0]
+    world.store_only(stager, [chunk])
+    world.path(chunk).unlink()
+    world.save(stager, [chunk])
+    world.path(chunk).unlink()
+    assert stager.begin_save(chunk) is None
+    now[0] = 601.0
+    assert stager.begin_save(chunk) is None  # it is in memory: published from there
+    world.settle(stager)
+    assert world.path(chunk).exists()
+    assert stager.snapshot()["save_skips"] == {"already-stored": 1, "published-again": 1}
+
+
 def test_an_object_that_is_there_already_is_not_written_again(world):
     first, second = world.stager(), world.stager()
     chunk = world.chunks(1)[0]

@@ -23,7 +23,7 @@ class FakeStager:
 
     def snapshot(self) -> dict[str, Any]:
         self.looks += 1
-        slots = {"filling": 1, "loading": 2, "publishing": 0, "limbo": 1, "clean": 5, "pinned": 3}
+        slots = {"filling": 1, "loading": 2, "publishing": 0, "limbo": 1, "clean": 5, "pinned": 3, "used": 4}
         return {**self.now, "slots": slots}
 
 

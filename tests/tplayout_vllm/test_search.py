@@ -42,8 +42,13 @@ class FakeStager:
         self.worths: list[tuple[str, float | None]] = []
 
     def start_lookup(
-        self, name: str, chunks: Sequence[ChunkId], groups_for_chunk: Callable[[int], Sequence[int]]
+        self,
+        name: str,
+        chunks: Sequence[ChunkId],
+        groups_for_chunk: Callable[[int], Sequence[int]],
+        behind: str | None = None,
     ) -> None:
+        assert behind is None or behind in self.open
         assert name not in self.open
         groups = [tuple(groups_for_chunk(position)) for position in range(len(chunks))]
         assert all(groups)

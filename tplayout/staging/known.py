@@ -13,10 +13,12 @@ _MOST_DAMAGED = 4096
 class KnownStored:
     """Objects (key, group) seen in the store, the most recently seen `most` of them."""
 
-    def __init__(self, most: int) -> None:
-        """Nothing known."""
+    def __init__(self, most: int, seconds: float, clock: Callable[[], float]) -> None:
+        """Nothing known. seconds: how long an object is taken to be there: others remove some."""
         self._most = most
-        self._seen: OrderedDict[tuple[bytes, int], None] = OrderedDict()
+        self._seconds = seconds
+        self._clock = clock
+        self._seen: OrderedDict[tuple[bytes, int], float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -24,14 +26,15 @@ class KnownStored:
     def add(self, key: bytes, groups: Iterable[int]) -> None:
         """These objects are in the store."""
         for group in groups:
-            self._seen[key, group] = None
+            self._seen[key, group] = self._clock()
             self._seen.move_to_end((key, group))
         while len(self._seen) > self._most:
             self._seen.popitem(last=False)
 
     def has(self, key: bytes, group: int) -> bool:
         """The object is known to be in the store."""
-        return (key, group) in self._seen
+        seen = self._seen.get((key, group))
+        return seen is not None and self._clock() - seen < self._seconds
 
     def forget(self, key: bytes, groups: Iterable[int]) -> None:
         """These objects may not be in the store."""

@@ -126,10 +126,11 @@ class Loads:
             pool.reads.failed("timeout", f"no load was answered for {pool.clock() - since:.1f} s")
 
     def late(self) -> None:
-        """Somebody has given up on loads. Those that have not ended tell how slow the store is."""
+        """Somebody has given up on loads. Those that have not ended tell how slow the store is, if none ends."""
         began, _ = next(iter(self._handed_out.values()), (None, 0))
         if began is not None:
-            self.speed.late(self._pool.clock() - began, self._pool.loads_in_flight)
+            silent = self._pool.clock() - max(began, self._pool.answered_at)
+            self.speed.late(silent, self._pool.loads_in_flight)
 
     def lost(self, work: Load) -> str:
         """A load died with its process, which can write into the slot no more."""

@@ -41,6 +41,7 @@ class _Lookup:
     groups: Sequence[tuple[int, ...]]
     limit: int
     asked: float
+    behind: str | None = None  # another lookup of the same request: what was waited for it counts
     why: str = "complete"
     staged: list[int] = field(default_factory=list)
     ready: int = 0
@@ -71,12 +72,14 @@ class Lookups:
         self._watchers: defaultdict[int, dict[str, int]] = defaultdict(dict)  # slot -> lookup -> position
         self._unseen: set[str] = set()
 
-    def start(self, name: str, chunks: Sequence[ChunkId], groups: Sequence[tuple[int, ...]]) -> None:
+    def start(
+        self, name: str, chunks: Sequence[ChunkId], groups: Sequence[tuple[int, ...]], behind: str | None = None
+    ) -> None:
         """Begin to stage. Raises ValueError if there is a lookup of that name."""
         if name in self._all:
             raise ValueError(f"lookup {name!r} exists already")
         now = self._pool.clock()
-        lookup = _Lookup(name, chunks, groups, len(chunks), asked=now, began=now)
+        lookup = _Lookup(name, chunks, groups, len(chunks), asked=now, behind=behind, began=now)
         self._all[name] = lookup
         self._want(lookup)
         self._stage_all(lookup)
@@ -90,7 +93,7 @@ class Lookups:
         lookup = self._all[name]
         lookup.asked = self._pool.clock()
         if lookup.deadline is None:
-            lookup.deadline = lookup.asked + self._pool.plan.load_deadline_s
+            lookup.deadline = self._asked_first(lookup) + self._pool.plan.load_deadline_s
             if not lookup.staged:  # it has been parked, or there was no room: nothing was loaded for it meanwhile
                 lookup.began = lookup.asked
             if not lookup.done:  # it may have been waiting for slots, or been parked
@@ -110,7 +113,12 @@ class Lookups:
         if whole is not None and whole - (lookup.asked - lookup.began) > missing * worth:
             self._finish(lookup, TOO_SLOW)
         else:
-            lookup.patience = lookup.asked + missing * worth
+            lookup.patience = self._asked_first(lookup) + missing * worth
+
+    def _asked_first(self, lookup: _Lookup) -> float:
+        """When the request began to wait: now, or with the lookup that this one is behind."""
+        before = None if lookup.behind is None else self._all[lookup.behind].deadline
+        return lookup.asked if before is None else before - self._pool.plan.load_deadline_s
 
     def claim(self, name: str, first: int, last: int) -> list[SlotRef]:
         """The slots of the ready chunks first .. last-1, pinned until `release`; the lookup lets go of the rest."""
@@ -244,6 +252,8 @@ class Lookups:
     def _stage(self, lookup: _Lookup) -> bool:
         """Stage chunks up to and including one load. True if there is more to do when its turn comes again."""
         while len(lookup.staged) < lookup.limit:
+            if lookup.deadline is None and self._pool.table.available <= self._pool.plan.reserve:
+                return False  # a long queue must not keep what is computed meanwhile from being saved
             index = len(lookup.staged)
             slot, what = self._loads.stage(lookup.chunks[index], lookup.groups[index])
             if slot is None:

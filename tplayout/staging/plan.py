@@ -104,7 +104,12 @@ class StagingPlan:
     @property
     def most_saves(self) -> int:
         """Slots that saves may hold at a time: with a slow store there must be some left to load into."""
-        return self.slots - self.slots // 4
+        return self.slots - self.reserve
+
+    @property
+    def reserve(self) -> int:
+        """Slots that are left free by saves, and by loads that nobody waits for yet."""
+        return self.slots // 4
 
     def config(self, region: Region) -> Config:
         """The first message to an I/O process that works on `region`."""

@@ -40,6 +40,7 @@ _SHORTEST_WAIT_S = 0.004  # at most 250 returns a second when nothing happens
 _SUMS = ("loads", "load_bytes", "host_hits", "misses", "verification_failures", "saves", "save_bytes", "evictions")
 _FAMILIES = ("load_errors", "save_errors", "save_skips", "lookups")  # counters by reason: family.reason
 _LONG_STEP_S = 0.1
+_KNOWN_S = 600.0  # how long an object that was seen is taken to be stored: others prune
 _FRESH_S = 0.0005  # calls that follow each other closely poll once
 _REST = 4  # and not before this many times what the last poll took: with thousands of lookups it takes longer
 
@@ -69,7 +70,7 @@ class Stager:
             region=region,
             table=SlotTable(plan.slots, len(plan.writers)),
             io=io,
-            known=KnownStored(plan.known_stored),
+            known=KnownStored(plan.known_stored, _KNOWN_S, clock),
             damaged=Damaged(plan.negative_cache_s, clock),
             reads=Breaker("loads", clock),
             writes=Breaker("saves", clock),
@@ -98,8 +99,10 @@ class Stager:
         lookup_id: str,
         chunks: Sequence[ChunkId],
         groups_for_chunk: Callable[[int], Sequence[int]] | None = None,
+        behind: str | None = None,
     ) -> None:
         """Begin to stage these chunks, in order. groups_for_chunk: from a position in `chunks`; None: all groups.
+        behind: an earlier lookup of the same request, with whose first question the deadline began.
 
         Raises ValueError if there is a lookup of that id: `release` comes first.
         """
@@ -107,7 +110,7 @@ class Stager:
             self._all_groups if groups_for_chunk is None else tuple(groups_for_chunk(position))
             for position in range(len(chunks))
         ]
-        self._lookups.start(lookup_id, chunks, groups)
+        self._lookups.start(lookup_id, chunks, groups, behind)
 
     def lookup(self, lookup_id: str, worth: float | None = None) -> LookupState:
         """How much of it is staged and verified. Its deadline runs from the first call. KeyError if unknown.
@@ -191,8 +194,9 @@ class Stager:
             self._pool.reads.failed(kind, detail, lasting=True)
 
     def snapshot(self) -> dict[str, Any]:
-        """`counters`, and "slots": slots by state now, which looks at every slot."""
-        return {**self.counters(), "slots": self._pool.table.counts()}
+        """`counters`, and "slots": slots by state now, and those "used", not to be had. Looks at every slot."""
+        table = self._pool.table
+        return {**self.counters(), "slots": {**table.counts(), "used": table.usable - table.available}}
 
     def counters(self) -> dict[str, Any]:
         """Sums since the start, cheap enough for every step.
