@@ -41,6 +41,7 @@ from cost_model import (
 )
 
 from tplayout.format.geometry import DEFAULT_CHUNK_TOKENS
+from tplayout_vllm.device import SAVE_BUFFERS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 DOCUMENT = DOCS / "cost-model.md"
@@ -158,7 +159,7 @@ def _limits() -> str:
     head = ["model", f"GB/s from S3: {few} / {many} I/O processes / {many} with keyed BLAKE3"]
     head += [f"16k reloads/s a server: {few} / {many}", f"tokens in {DEFAULT.load_deadline:.0f} s: {few} / {many}"]
     head += [f"faster than computing from, {n} I/O processes" for n in (few, many)]
-    head += ["step held up, ms (128k, TP=8)", "GPU scratch at most, GiB (128k, TP=8)"]
+    head += ["step held up, ms (128k, TP=8)", "GPU scratch, MiB (TP=8)"]
     return _table(head, map(_limits_row, MODELS))
 
 
@@ -176,7 +177,7 @@ def _limits_row(model: Model) -> list[object]:
         _by_tp(lambda tp: _thousands(pays_from(model, tp, DEFAULT))),
         _by_tp(lambda tp: _thousands(pays_from(model, tp, TUNED))),
         _short(launch_seconds(work, chunks, DEFAULT) * 1e3),
-        _short(chunks * work.nbytes / 2**30),
+        _short((SAVE_BUFFERS + 1) * work.nbytes / 2**20),
     ]
 
 

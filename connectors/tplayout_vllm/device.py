@@ -6,6 +6,7 @@ Layer: below worker.py, above pages.py. Both ways have the same three verbs, so 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -17,6 +18,8 @@ import torch
 from tplayout_vllm.pages import Canonical, Run, gather, scatter
 
 logger = logging.getLogger("vllm.tplayout")
+
+SAVE_BUFFERS = 4  # chunks of a rank between the engine's stream and ours; the next one waits on the device
 
 
 class HostCopies:
@@ -41,6 +44,33 @@ class HostCopies:
         """Wait for nothing."""
 
 
+class _Buffer:
+    """Device memory for one copy at a time. However many copies are queued, it stays as large as the largest.
+
+    The engine has the rest of the device's memory, and what is allocated for each copy would be in use until it ends.
+    """
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._ended: Any = None
+
+    def take(self, like: Canonical, stream: Any) -> Canonical:
+        """Cells of that shape, contiguous, uninitialised. stream: on which they are used first, behind the last use."""
+        block = like.block
+        nbytes = block.numel() * block.element_size()
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        elif self._ended is not None:
+            stream.wait_event(self._ended)
+        return Canonical(self._memory[:nbytes].view(block.dtype).view(block.shape), like.dims)
+
+    def give_back(self, stream: Any) -> None:
+        """Its use ends with what is queued on the stream."""
+        self._ended = self._module.Event()
+        self._ended.record(stream)
+
+
 class StreamCopies:
     """Pages on an accelerator: one kernel permutes into a device buffer, few large copies cross the bus.
 
@@ -53,6 +83,8 @@ class StreamCopies:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
+        self._saving = itertools.cycle([_Buffer(self._module, device) for _ in range(SAVE_BUFFERS)])
+        self._loading = _Buffer(self._module, device)  # loads follow each other on our stream
         self._pinned: torch.Tensor | None = None
         self._pending: queue.SimpleQueue[tuple[Any, Callable[[], None], Callable[[], None] | None] | None] = (
             queue.SimpleQueue()
@@ -62,19 +94,22 @@ class StreamCopies:
 
     def save(self, run: Run, table: Sequence[int], first: int, last: int, out: Canonical) -> None:
         """Permute on the engine's stream (so the next step waits), cross the bus on ours."""
-        buffer = out.empty_on(self._device)
+        memory = next(self._saving)
+        buffer = memory.take(out, self._module.current_stream(self._device))
         gather(run, table, first, last, buffer)
         with self._behind_engine(buffer):
             for host, device in zip(out.pieces(), buffer.pieces(out.depth), strict=True):
                 host.copy_(device, non_blocking=True)
+        memory.give_back(self._stream)
 
     def load(self, run: Run, table: Sequence[int], first: int, last: int, src: Canonical) -> None:
         """Cross the bus and permute on our stream, behind whatever the engine has queued on these pages."""
-        buffer = src.empty_on(self._device)
+        buffer = self._loading.take(src, self._stream)
         with self._behind_engine(buffer):
             for host, device in zip(src.pieces(), buffer.pieces(src.depth), strict=True):
                 device.copy_(host, non_blocking=True)
             scatter(run, table, first, last, buffer)
+        self._loading.give_back(self._stream)
 
     def after(self, action: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
         """Run `action` on a thread once every copy so far has ended, or `failed` if the device reports an error."""

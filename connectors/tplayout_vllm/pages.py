@@ -185,10 +185,6 @@ class Canonical:
         """The cells of `layers` (positions), tokens [first, last)."""
         return Canonical(self.block[:, layers.start : layers.stop, ..., first:last, :], self.dims)
 
-    def empty_on(self, device: torch.device) -> Canonical:
-        """Uninitialised cells of the same shape, contiguous, on a device."""
-        return Canonical(torch.empty(self.block.shape, dtype=self.block.dtype, device=device), self.dims)
-
     @property
     def depth(self) -> int:
         """How many leading dimensions must be walked until what remains is contiguous."""

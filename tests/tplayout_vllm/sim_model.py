@@ -196,7 +196,7 @@ class DelayedCopies:
         self._queue: list[Callable[[], None]] = []
 
     def save(self, run: Run, table: Sequence[int], first: int, last: int, out: Canonical) -> None:
-        buffer = out.empty_on(torch.device("cpu"))
+        buffer = Canonical(torch.empty(out.block.shape, dtype=out.block.dtype), out.dims)
         gather(run, table, first, last, buffer)
         self._queue.append(lambda: out.block.copy_(buffer.block))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sim_store import Sim
 
-from tplayout_vllm.device import HostCopies, StreamCopies, copies_for
+from tplayout_vllm.device import SAVE_BUFFERS, HostCopies, StreamCopies, copies_for
 from tplayout_vllm.pages import Canonical, LayerPages, Run, group_runs
 from tplayout_vllm.probe import PageLayout, PartLayout
 
@@ -30,6 +30,9 @@ class Stream:
     def wait_stream(self, other: "Stream") -> None:
         self._module.log.append(f"{self._name} waits for {other._name}")
 
+    def wait_event(self, event: "Event") -> None:
+        self._module.log.append(f"{self._name} waits for an event on {event.stream}")
+
 
 class Event:
     """Ends when the accelerator says so."""
@@ -38,6 +41,7 @@ class Event:
         self._module = module
 
     def record(self, stream: Stream) -> None:
+        self.stream = stream._name
         self._module.log.append(f"event on {stream._name}")
 
     def synchronize(self) -> None:
@@ -129,13 +133,42 @@ def test_copies_wait_for_the_engine_and_actions_for_the_copies(copies: StreamCop
     copies.load(pages(), [0, 1, 2], 0, 12, cells(0, 12))
     copies.after(lambda: done.append("loaded"))
     copies.after(ended.set)
-    behind = ["ours waits for engine", "copy on ours", "event on ours"]
+    behind = ["ours waits for engine", "copy on ours", "event on ours", "event on ours"]
     assert accelerator.log == [*behind, *behind, "event on ours"]
     assert not ended.wait(0.05)
     assert done == []
     accelerator.running.set()
     assert ended.wait(10)
     assert done == ["saved", "loaded"]
+
+
+def test_many_copies_at_once_take_no_more_of_the_devices_memory(
+    copies: StreamCopies, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine waits for a buffer on the device; loads wait on our own stream."""
+    taken: list[int] = []
+    empty = torch.empty
+
+    def counted(size: Any, **more: Any) -> torch.Tensor:
+        taken.append(size)
+        return empty(size, **more)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    for _ in range(SAVE_BUFFERS + 2):
+        copies.save(pages(), [0, 1, 2], 0, 12, cells(0, 12))
+        copies.load(pages(), [0, 1, 2], 0, 12, cells(0, 12))
+    assert taken == [cells(0, 12).nbytes] * (SAVE_BUFFERS + 1)
+    assert accelerator.log.count("engine waits for an event on ours") == 2
+    assert accelerator.log.count("ours waits for an event on ours") == SAVE_BUFFERS + 1
+
+
+def test_a_buffer_grows_with_what_goes_through_it(copies: StreamCopies) -> None:
+    for last in (4, 12, 4):
+        source, got, wanted = pages(), cells(0, last), cells(0, last)
+        source._owners[0].view(torch.int32).random_(generator=torch.Generator().manual_seed(last))
+        HostCopies().save(source, [4, 2, 5], 0, last, wanted)
+        copies.save(source, [4, 2, 5], 0, last, got)
+        assert torch.equal(got.block, wanted.block)
 
 
 def test_a_failing_action_does_not_end_the_others(copies: StreamCopies) -> None:
