@@ -144,7 +144,7 @@ def rank_work(model: Model, tp: int, block_tokens: int | None = None) -> RankWor
         copies=heads,
         copy_bytes=nbytes // heads,
         kernels=blocks * len(group.parts),
-        events=1,
+        events=2,  # our stream goes behind the engine's, and the next user of the buffer behind this copy
         part_copies=shard.cells * pieces,
     )
 
