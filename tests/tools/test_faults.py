@@ -1,5 +1,7 @@
 """The harness's last line and exit status follow from the verdict. The stages run in tests/e2e/test_faults.py."""
 
+import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -7,8 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+import faults_engines
 from faults import Outcome, Tally, problems
-from faults_log import Entry, Verdict
+from faults_engines import IO_PROCESS, Ground, check_remains, kill_io_processes
+from faults_log import Entry, RequestLog, Verdict
 
 LOST = Entry("stage", "tp1", "p", None, "the engine is gone")
 
@@ -52,3 +56,34 @@ def test_whatever_is_found_makes_it_red_and_is_named(changes: dict[str, object],
 def test_a_run_that_shows_nothing_does_not_pass(changes: dict[str, object]) -> None:
     """The bug on purpose was not seen, or nothing came from a cache."""
     assert not outcome(**changes).passed
+
+
+class Left:
+    """What is looked at of an engine that has ended: the processes that are left of it, and their command lines."""
+
+    def __init__(self, pids: dict[int, str]) -> None:
+        self._pids = pids
+
+    def pids(self) -> dict[int, str]:
+        return self._pids
+
+
+@pytest.fixture
+def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
+    monkeypatch.setattr(faults_engines, "ENDED_S", 0.1)
+    monkeypatch.setattr(faults_engines, "REPLACED_S", 0.1)
+    return Ground(tmp_path, RequestLog(tmp_path / "log"), {}, random.Random(1))
+
+
+def test_an_io_process_that_outlives_its_engine_is_a_leak(ground: Ground) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        check_remains(ground, Left({other.pid: "VLLM::EngineCore"}))  # type: ignore[arg-type]
+        assert ground.leaks == []
+        check_remains(ground, Left({other.pid: f"python -m {IO_PROCESS} 3 4 5"}))  # type: ignore[arg-type]
+        other.kill()
+    assert ground.leaks == [f"{other.pid} python -m {IO_PROCESS} 3 4 5"]
+
+
+def test_io_processes_that_are_not_replaced_are_told(ground: Ground) -> None:
+    assert kill_io_processes(ground, [Left({})], 1) == 0  # type: ignore[list-item]
+    assert len(ground.unsound) == 1
