@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = [
     "errors",
     "arguments",
-    "key_files",
     "format",
+    "key_files",
     "storage",
     "weights",
     "model_groups",

@@ -10,18 +10,20 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tplayout.arguments import SIZE_EXAMPLES, parse_size
 from tplayout.errors import ConfigError
-from tplayout.format.digest import MIN_SECRET_BYTES
 from tplayout.format.encrypted import EncryptionKey
-from tplayout.key_files import exposure
+from tplayout.key_files import (
+    ENCRYPTION_KEY_ENV,
+    SECRET_ENV,
+    check_secret,
+    exposure,
+    key_in_environment,
+    read_key_file,
+)
 from tplayout.storage.url import NOT_LOCAL, absolute_url
-
-SECRET_ENV = "TPLAYOUT_SECRET_KEY"
-ENCRYPTION_KEY_ENV = "TPLAYOUT_ENCRYPTION_KEY"
 
 
 @dataclass(frozen=True)
@@ -168,23 +170,17 @@ def _size(extra: Mapping[str, Any], name: str) -> int | None:
 
 
 def _secret(extra: Mapping[str, Any], environ: Mapping[str, str]) -> bytes | None:
-    secret, source = _key_file(extra, "secret_key_file"), "'secret_key_file'"
-    if secret is None:
-        secret, source = os.fsencode(environ.get(SECRET_ENV, "")) or None, SECRET_ENV
-    if secret is not None and len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(
-            f"kv_connector_extra_config: {source} holds a secret of {len(secret)} bytes, must have {MIN_SECRET_BYTES} "
-            "or more (try: openssl rand -hex 32)"
-        )
-    return secret
+    data, source = _key(extra, "secret_key_file", SECRET_ENV, environ)
+    try:
+        return None if data is None else check_secret(data, source)
+    except ConfigError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
 
 
 def _encryption_key(extra: Mapping[str, Any], environ: Mapping[str, str]) -> EncryptionKey | None:
-    text, source = _key_file(extra, "encryption_key_file"), "'encryption_key_file'"
-    if text is None:
-        text, source = os.fsencode(environ.get(ENCRYPTION_KEY_ENV, "")), ENCRYPTION_KEY_ENV
+    text, source = _key(extra, "encryption_key_file", ENCRYPTION_KEY_ENV, environ)
     try:
-        return EncryptionKey.parse(text, source) if text else None
+        return None if text is None else EncryptionKey.parse(text, source)
     except ConfigError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from None
 
@@ -196,17 +192,12 @@ def _exposed(extra: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: {line}"
 
 
-def _key_file(extra: Mapping[str, Any], name: str) -> bytes | None:
-    """What the file holds that an option names, without blanks around it; None without the option."""
+def _key(extra: Mapping[str, Any], name: str, variable: str, environ: Mapping[str, str]) -> tuple[bytes | None, str]:
+    """What the file that an option names holds, else the environment variable; and which of the two that was."""
     path = _text(extra, name)
     if path is None:
-        return None
+        return key_in_environment(variable, environ), variable
     try:
-        key = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise _wrong(name, f"cannot be read: {error.strerror}: {path}") from None
-    except ValueError:  # a zero byte
-        raise _wrong(name, f"is no path: {path!r}") from None
-    if not key:
-        raise _wrong(name, f"is empty: {path}; put the key into it")
-    return key
+        return read_key_file(path), repr(name)
+    except ConfigError as error:
+        raise ConfigError(f"kv_connector_extra_config: {name!r}: {error}") from None

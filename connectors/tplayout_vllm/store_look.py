@@ -13,12 +13,13 @@ from tplayout.cache.namespace import OF_OTHERS, read_namespace
 from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, StorageError, Unusable
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.identity import Identity, NamespaceDocument
+from tplayout.key_files import ENCRYPTION_KEY_ENV
 from tplayout.staging.protocol import NAMESPACE_DIFFERS
 from tplayout.storage.base import Store
 from tplayout.storage.redact import redact
 from tplayout.storage.trial import try_writing
 from tplayout.storage.url import open_store
-from tplayout_vllm.options import ENCRYPTION_KEY_ENV, Options
+from tplayout_vllm.options import Options
 
 logger = logging.getLogger("vllm.tplayout")
 

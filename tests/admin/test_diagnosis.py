@@ -123,6 +123,8 @@ def test_files_with_keys(tmp_path):
     files = [tmp_path / "secret", tmp_path / "key"]
     files[0].write_text("hunter2hunter2hunter2\n")
     files[1].write_text("ab" * 32)
+    for file in files:
+        file.chmod(0o600)
     found = key_files(*map(str, files))
     assert [(one.topic, one.level) for one in found] == [("secret", Level.OK), ("encryption", Level.OK)]
     assert secret_id(b"hunter2hunter2hunter2") in found[0].text
@@ -133,3 +135,14 @@ def test_files_with_keys(tmp_path):
     assert [one.level for one in found] == [Level.FAIL] * 2
     assert "hunter2" not in str(found)
     assert key_files(None, None) == []
+
+
+def test_files_with_keys_that_others_can_read(tmp_path):
+    file = tmp_path / "key"
+    file.write_text("ab" * 32)
+    file.chmod(0o640)
+    found = key_files(str(file), str(file))
+    assert [(one.level, "chmod 600" in one.remedy) for one in found] == [(Level.WARN, True)] * 2
+    assert "holds the secret" in found[0].text
+    file.write_text("hunter2")  # is worse, and said alone
+    assert [one.level for one in key_files(str(file), str(file))] == [Level.FAIL] * 2

@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner
 
 from tplayout.cli.common import (
-    SECRET_ENV,
     age,
     confirm,
     emit_json,
@@ -28,6 +27,7 @@ from tplayout.cli.common import (
     table,
 )
 from tplayout.errors import ConfigError
+from tplayout.key_files import SECRET_ENV
 
 
 def test_storage_options_nest_and_keep_text():
@@ -133,14 +133,17 @@ def test_secret_from_file_or_environment(tmp_path: Path):
     environ = {"TPLAYOUT_SECRET_KEY": "s3cr3t of sixteen"}
     assert runner.invoke(command, [], env=environ).output == "b's3cr3t of sixteen'\n"
     assert runner.invoke(command, [], env={"TPLAYOUT_SECRET_KEY": ""}).output == "None\n"
-    assert runner.invoke(command, ["--secret-key-file", str(tmp_path / "none")]).exit_code == 2
     file.write_text("short\n")
-    for arguments, environ in ((["--secret-key-file", str(file)], {}), ([], {SECRET_ENV: "short"})):
-        result = runner.invoke(command, arguments, env=environ)
-        assert result.exit_code == 2
-        assert "holds 5 bytes, a secret has 16 or more" in " ".join(result.output.split())
-    file.write_bytes(b"\n")
-    assert runner.invoke(command, ["--secret-key-file", str(file)]).exit_code == 2
+    for arguments, environ, said in (
+        (["--secret-key-file", str(tmp_path / "none")], {}, "cannot be read"),
+        (["--secret-key-file", str(file)], {}, f"{file} holds a secret of 5 bytes, must have 16 or more"),
+        ([], {SECRET_ENV: "short"}, f"{SECRET_ENV} holds a secret of 5 bytes, must have 16 or more"),
+        (["--secret-key-file", "/dev/null"], {}, "is empty"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            runner.invoke(command, arguments, env=environ, catch_exceptions=False)
+    environ = {SECRET_ENV: os.fsdecode(b"sixteen bytes or more \xff\xfe")}
+    assert runner.invoke(command, [], env=environ).output == "b'sixteen bytes or more \\xff\\xfe'\n"
 
 
 @pytest.mark.parametrize("option", [secret_option, encryption_key_option])

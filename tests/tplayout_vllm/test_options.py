@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tplayout.errors import ConfigError
-from tplayout_vllm.options import _NAMES, ENCRYPTION_KEY_ENV, SECRET_ENV, parse_options
+from tplayout.key_files import ENCRYPTION_KEY_ENV, SECRET_ENV
+from tplayout_vllm.options import _NAMES, parse_options
 
 
 def parse(**extra: Any) -> Any:
@@ -41,7 +42,7 @@ def test_defaults() -> None:
         ({"storage_options": "a=b"}, r"'storage_options' must be an object"),
         ({"weights_label": " "}, r"'weights_label' must be a non-empty string"),
         ({"weights_label": "a\ud800"}, r"'weights_label' is no text"),
-        ({"secret_key_file": "/nonexistent/key"}, r"'secret_key_file' cannot be read"),
+        ({"secret_key_file": "/nonexistent/key"}, r"'secret_key_file': key file /nonexistent/key cannot be read"),
         ({"secret_key_file": "/a\0b"}, r"'secret_key_file' is no path"),
         ({"staging_bytes": "9" * 400 + "GiB"}, r"'staging_bytes' must be a number of bytes"),
         ({"staging_bytes": "\u0663GiB"}, r"'staging_bytes' must be a number of bytes"),
@@ -160,11 +161,11 @@ def test_the_encryption_key_comes_from_a_file_or_the_environment_and_is_never_sh
 def test_what_is_no_encryption_key_is_refused_unseen(tmp_path: Path, text: str) -> None:
     (tmp_path / "key").write_text(text)
     with pytest.raises(
-        ConfigError, match=r"^kv_connector_extra_config: 'encryption_key_file' (is empty|holds no)"
+        ConfigError, match=r"^kv_connector_extra_config: 'encryption_key_file'(: key file .* is empty| holds no)"
     ) as one:
         parse(encryption_key_file=str(tmp_path / "key"))
     assert not text or text not in str(one.value)
-    with pytest.raises(ConfigError, match="'encryption_key_file' cannot be read"):
+    with pytest.raises(ConfigError, match=r"'encryption_key_file': key file .* cannot be read"):
         parse(encryption_key_file=str(tmp_path / "none"))
     if text:
         with pytest.raises(ConfigError, match="TPLAYOUT_ENCRYPTION_KEY holds no encryption key") as one:

@@ -10,7 +10,7 @@ import platform
 import re
 import resource
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib import metadata
 from importlib.util import find_spec
@@ -19,9 +19,17 @@ from pathlib import Path
 from tplayout import __version__
 from tplayout.cache.codec import require
 from tplayout.errors import ConfigError
-from tplayout.format.digest import make_hasher
+from tplayout.format.digest import secret_id
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.layout import CODEC_AES_256_GCM
+from tplayout.key_files import (
+    ENCRYPTION_KEY_ENV,
+    SECRET_ENV,
+    check_secret,
+    exposure,
+    key_in_environment,
+    read_key_file,
+)
 
 SUPPORTED = ((0, 31), (0, 33))  # vLLM's first and last release that is known to work
 PLUGIN, MODULE = "tplayout", "tplayout_vllm"
@@ -54,9 +62,10 @@ class Finding:
 def environment(environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Findings about this machine and Python environment."""
     found = [versions(), *vllm(environ), shared_memory(), staging_memory(), open_files()]
-    for name, look in (("TPLAYOUT_SECRET_KEY", secret), ("TPLAYOUT_ENCRYPTION_KEY", encryption)):
-        if environ.get(name):
-            found.append(look(os.fsencode(environ[name]), name))
+    for name, look in ((SECRET_ENV, secret), (ENCRYPTION_KEY_ENV, encryption)):
+        data = key_in_environment(name, environ)
+        if data is not None:
+            found.append(look(data, name))
     return found
 
 
@@ -67,18 +76,21 @@ def key_files(secret_file: str | None, key_file: str | None) -> list[Finding]:
         if path is None:
             continue
         try:
-            found.append(look(Path(path).read_bytes().strip(), path))
-        except OSError as error:
-            found.append(Finding(topic, Level.FAIL, f"{path} cannot be read: {error.strerror}", "correct the path"))
+            finding = look(read_key_file(path), path)
+        except ConfigError as error:
+            found.append(Finding(topic, Level.FAIL, str(error), "correct the path, or the file"))
+            continue
+        line = exposure(path)
+        found.append(replace(finding, level=Level.WARN, remedy=line) if line and finding.level is Level.OK else finding)
     return found
 
 
 def secret(data: bytes, source: str) -> Finding:
     """Whether data, from an environment variable or a file, can be a secret."""
     try:
-        key_id = make_hasher(None, data).key_id
+        key_id = secret_id(check_secret(data, source))
     except ConfigError as error:
-        return Finding("secret", Level.FAIL, f"{source}: {error}", "mend it: nothing is stored like this")
+        return Finding("secret", Level.FAIL, str(error), "mend it: nothing is stored like this")
     return Finding("secret", Level.OK, f"{source} holds the secret {key_id}: digests are authentication")
 
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
@@ -21,7 +19,14 @@ import click
 from tplayout import arguments
 from tplayout.admin.progress import Progress, silent
 from tplayout.errors import ConfigError
-from tplayout.key_files import exposure
+from tplayout.key_files import (
+    ENCRYPTION_KEY_ENV,
+    SECRET_ENV,
+    check_secret,
+    exposure,
+    key_in_environment,
+    read_key_file,
+)
 from tplayout.storage.base import DEFAULT_TIMEOUT_S, Store
 
 if TYPE_CHECKING:
@@ -31,8 +36,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-SECRET_ENV = "TPLAYOUT_SECRET_KEY"
-ENCRYPTION_KEY_ENV = "TPLAYOUT_ENCRYPTION_KEY"
 _NO_LIMIT = 4096  # columns of a table in a pipe
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -64,22 +67,9 @@ def parse_storage_options(values: Sequence[str]) -> dict[str, Any]:
 
 
 def _secret(ctx: click.Context, param: click.Parameter, path: str | None) -> bytes | None:
-    from tplayout.format.digest import MIN_SECRET_BYTES
-
-    if path is None:
-        if not os.environ.get(SECRET_ENV):
-            return None
-        source, secret = SECRET_ENV, os.environ[SECRET_ENV].encode()
-    else:
-        try:
-            source, secret = path, Path(path).read_bytes().strip()
-        except OSError as error:
-            raise click.BadParameter(f"{path} cannot be read: {error.strerror}") from None
-        _warn_of_exposure(path)
-    if len(secret) < MIN_SECRET_BYTES:
-        raise click.BadParameter(
-            f"{source} holds {len(secret)} bytes, a secret has {MIN_SECRET_BYTES} or more (try: openssl rand -hex 32)"
-        )
+    data = key_in_environment(SECRET_ENV) if path is None else read_key_file(path)
+    secret = None if data is None else check_secret(data, path or SECRET_ENV)
+    _warn_of_exposure(path)
     return secret
 
 
@@ -87,19 +77,16 @@ def encryption_key_of(ctx: click.Context, param: click.Parameter, path: str | No
     """The key in the file that an option names; else, for --encryption-key-file, the environment's."""
     from tplayout.format.encrypted import EncryptionKey
 
-    if path is None:
-        text = os.environ.get(ENCRYPTION_KEY_ENV) if param.name == "encryption_key" else None
-        return EncryptionKey.parse(os.fsencode(text), ENCRYPTION_KEY_ENV) if text else None
-    try:
-        key = EncryptionKey.parse(Path(path).read_bytes(), path)
-    except OSError as error:
-        raise click.BadParameter(f"{path} cannot be read: {error.strerror}") from None
+    if path is None and param.name != "encryption_key":
+        return None
+    text = key_in_environment(ENCRYPTION_KEY_ENV) if path is None else read_key_file(path)
+    key = None if text is None else EncryptionKey.parse(text, path or ENCRYPTION_KEY_ENV)
     _warn_of_exposure(path)
     return key
 
 
-def _warn_of_exposure(path: str) -> None:
-    if line := exposure(path):
+def _warn_of_exposure(path: str | None) -> None:
+    if path is not None and (line := exposure(path)):
         note(f"warning: {line}")
 
 

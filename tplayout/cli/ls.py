@@ -9,7 +9,6 @@ import click
 from tplayout.admin.catalog import Catalog, Namespace, scan
 from tplayout.admin.prefixes import Links, Segment, read_links, tree
 from tplayout.cli.common import (
-    ENCRYPTION_KEY_ENV,
     age,
     count_of,
     emit_json,
@@ -36,6 +35,7 @@ from tplayout.cli.describe import (
     stored_as,
 )
 from tplayout.format.encrypted import EncryptionKey
+from tplayout.key_files import ENCRYPTION_KEY_ENV
 
 _EPILOG = """\b
 JSON:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tplayout
+from tplayout.key_files import ENCRYPTION_KEY_ENV, SECRET_ENV
 from tplayout.staging.log_limit import LogLimit
 from tplayout.staging.priority import prefer
 from tplayout.staging.protocol import (
@@ -53,7 +54,7 @@ COMMAND = (sys.executable, "-P", "-m", "tplayout.staging.io_process")
 _RESTARTS = 5  # that many in _RESTART_WINDOW_S, more come at the pace of the window
 _RESTART_WINDOW_S = 30.0
 _CHUNK = 2**16
-_KEYS = {"TPLAYOUT_SECRET_KEY", "TPLAYOUT_ENCRYPTION_KEY"}
+_KEYS = {SECRET_ENV, ENCRYPTION_KEY_ENV}
 _LEVELS = {"error": logging.ERROR, "warning": logging.WARNING}
 
 
