@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = [
     "errors",
     "arguments",
+    "memory",
     "format",
     "key_files",
     "storage",

@@ -99,10 +99,27 @@ def test_no_place_to_stage(monkeypatch):
 
 
 def test_little_memory(monkeypatch):
-    monkeypatch.setattr(diagnosis, "_available_memory", lambda: 1 << 30)
+    monkeypatch.setattr(diagnosis, "allowed_memory", lambda: 8 << 30)
+    monkeypatch.setattr(diagnosis, "available_memory", lambda: 1 << 30)
     assert staging_memory().level is Level.WARN
-    monkeypatch.setattr(diagnosis, "_available_memory", lambda: None)
+    monkeypatch.setattr(diagnosis, "available_memory", lambda: 4 << 30)
     assert staging_memory().level is Level.OK
+    assert "4.0 GiB of memory free of 8.0 GiB allowed" in staging_memory().text
+
+
+def test_memory_that_a_cgroup_allows(monkeypatch):
+    """As servers, which size staging by it."""
+    monkeypatch.setattr(diagnosis, "allowed_memory", lambda: 1 << 30)
+    monkeypatch.setattr(diagnosis, "available_memory", lambda: 64 << 30)
+    assert staging_memory().level is Level.WARN
+
+
+def test_memory_that_is_unknown(monkeypatch):
+    def refuse() -> int:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(diagnosis, "allowed_memory", refuse)
+    assert (staging_memory().level, staging_memory().text) == (Level.OK, "memory unknown")
 
 
 def test_few_open_files(monkeypatch):

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 
 from tplayout import __version__
 from tplayout.cache.codec import require
@@ -30,6 +29,7 @@ from tplayout.key_files import (
     key_in_environment,
     read_key_file,
 )
+from tplayout.memory import allowed_memory, available_memory
 
 SUPPORTED = ((0, 31), (0, 33))  # vLLM's first and last release that is known to work
 PLUGIN, MODULE = "tplayout", "tplayout_vllm"
@@ -169,9 +169,13 @@ def staging_memory() -> Finding:
     except (OSError, AttributeError) as error:
         remedy = "use Linux, with /proc mounted and memfd_create allowed (seccomp)"
         return Finding("staging", Level.FAIL, f"no anonymous shared memory: {error}", remedy)
-    free = _available_memory()
-    text = f"{_gib(free)} of memory free; by default a quarter of it is used" if free else "memory unknown"
-    if free and free < 2 << 30:
+    try:
+        allowed = allowed_memory()
+        free = min(allowed, available_memory())
+    except (ConfigError, OSError):
+        return Finding("staging", Level.OK, "memory unknown")
+    text = f"{_gib(free)} of memory free of {_gib(allowed)} allowed; by default a quarter of it is used"
+    if free < 2 << 30:
         remedy = "give the servers more memory, or set a small staging_bytes"
         return Finding("staging", Level.WARN, text, remedy)
     return Finding("staging", Level.OK, text)
@@ -196,15 +200,6 @@ def _version(name: str) -> str | None:
 def _range() -> str:
     (major, first), (_, last) = SUPPORTED
     return f"{major}.{first} to {major}.{last}"
-
-
-def _available_memory() -> int | None:
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
 
 
 def _gib(nbytes: int) -> str:
