@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from tests.support.sample_stores import TOKENS, content, damage_one, identity, store_prompts
 from tests.support.tool import ask, call, refused
+from tplayout.admin.chains import build_index
 from tplayout.admin.namespaces import begin_namespace
 from tplayout.admin.transfer import store_prefix
 from tplayout.format.keys import chain
@@ -211,3 +212,27 @@ def test_a_codec_whose_library_is_missing(url, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     assert "pip install 'tplayout[zstd]'" in fail(url, tmp_path / "out", "--codec", "shuffle-zstd")
     assert "pip install 'tplayout[zstd]'" in fail(tmp_path / "packed", tmp_path / "out", "--codec", "none")
+
+
+@pytest.mark.parametrize(
+    ("verb", "more"),
+    [
+        ("convert", ["--tp", 2]),
+        ("convert", ["--chunk-tokens", 8]),
+        ("convert", ["--codec", "shuffle-zstd"]),
+        ("mv", ["--yes"]),
+    ],
+)
+def test_the_ids_of_a_namespace_are_read_once(url, tmp_path, monkeypatch, verb, more):
+    """Choosing prefixes needs them, and so does what is done with the prefixes then."""
+    read = []
+
+    def count(origin):
+        read.append(origin)
+        return build_index(origin)
+
+    for module in ("chains", "convert", "copy", "rechunk"):
+        monkeypatch.setattr(f"tplayout.admin.{module}.build_index", count)
+    (tmp_path / "prompt.json").write_text(json.dumps(TOKENS))
+    ask(verb, url, tmp_path / "there", "--tokens", tmp_path / "prompt.json", *more)
+    assert len(read) == 1

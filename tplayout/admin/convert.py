@@ -128,17 +128,19 @@ def export_shards(
     tp_size: int,
     stages: Sequence[range],
     keys: Sequence[bytes] | None = None,
+    index: Index | None = None,
     work: Work = SIMPLY,
 ) -> Report:
     """Prefixes of a namespace as per-rank shard sets: directory/<first 32 hex digits of the last chunk's key>/.
 
-    keys: last chunks of the prefixes; None for the longest prefixes that have no gap. A prefix with a damaged object
+    keys: last chunks of the prefixes; None for the longest prefixes that have no gap. index: of the namespace, where it
+    is known. A prefix with a damaged object
     is skipped and named. Raises GeometryError if the TP size does not divide the heads, ConfigError if the directory
     holds shards of another TP or PP size.
     """
     ranks = ranks_of(origin.identity.geometry, tp_size, stages)
     _check_same_split(directory, {rank.file_name for rank in ranks})
-    index = build_index(origin)
+    index = index or build_index(origin)
     report = Report(namespace=origin.name)
     paths = list(index.prefixes()) if keys is None else [path_to(index, key) for key in keys]
     skip_gaps(index, report)

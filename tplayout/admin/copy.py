@@ -83,7 +83,7 @@ def copy_namespace(
     """Copy a namespace, or the prefixes that end with these chunks. namespace.json is written first.
 
     recheck: read and verify what is there already, and replace it if it is damaged; else its size must do.
-    index: of the namespace, needed for keys. codec: that the target must have; None for that which it has, or the
+    index: of the namespace, where it is known. codec: that the target must have; None for that which it has, or the
     source's. secrets: of the target; its encryption key may be left out, and is the source's then. Where the target has
     other digests, as for a secret that the source does not have, what was verified is digested anew. Raises as
     `begin_namespace`, StorageError.
@@ -137,6 +137,7 @@ def recode(
     codec: str,
     secrets: Secrets = NO_SECRETS,
     keys: Sequence[bytes] | None = None,
+    index: Index | None = None,
     work: Work = SIMPLY,
 ) -> Report:
     """Copy a namespace, or some of its prefixes, into a store that keeps it in another codec, or encrypted with another
@@ -144,7 +145,7 @@ def recode(
 
     What lies behind a gap is copied too, unless prefixes are chosen.
     """
-    index = build_index(origin)
+    index = index or build_index(origin)
     copied = copy_namespace(origin, target, secrets, keys, index, work, codec=codec)
     damaged = index.reasons() | copied.damaged
     tally = Tally(copied.copied, copied.present, 0, copied.nbytes, damaged)
@@ -157,6 +158,7 @@ def move_namespace(
     target: Store,
     secrets: Secrets = NO_SECRETS,
     keys: Sequence[bytes] | None = None,
+    index: Index | None = None,
     work: Work = SIMPLY,
 ) -> Copied:
     """Copy, then delete from the source what is sound at the destination; tails first, namespace.json last.
@@ -164,18 +166,10 @@ def move_namespace(
     What prefixes share with others that stay is copied, and stays too. Damaged objects stay. Raises as
     `copy_namespace`, and ConfigError if source and destination are one store.
     """
-    index = build_index(origin)
+    index = index or build_index(origin)
     if not work.dry_run:
         check_apart(origin.store, target)
-    copied = copy_namespace(
-        origin,
-        target,
-        secrets,
-        keys,
-        index,
-        work,
-        recheck=True,
-    )
+    copied = copy_namespace(origin, target, secrets, keys, index, work, recheck=True)
     copied.damaged = index.reasons() | copied.damaged
     depths = index.depths()
     moved = set(depths) if keys is None else only_of(index, keys)

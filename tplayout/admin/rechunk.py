@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tplayout.admin.catalog import NO_SECRETS, Secrets
-from tplayout.admin.chains import build_index
+from tplayout.admin.chains import Index, build_index
 from tplayout.admin.convert import Report, chain_of_digests, chunks_of, path_to, skip_gaps
 from tplayout.admin.namespaces import OpenNamespace, begin_namespace
 from tplayout.admin.progress import Parts
@@ -60,15 +60,16 @@ def rechunk(
     lossy: bool = False,
     secrets: Secrets = NO_SECRETS,
     keys: Sequence[bytes] | None = None,
+    index: Index | None = None,
     work: Work = SIMPLY,
     codec: str | None = None,
 ) -> Rechunked:
     """The prefixes of a namespace as chunks of `identity`, see `changed_identity`. A job holds two chunks.
 
     lossy: whether precision may be lost; what it cost is measured and reported. keys: last chunks of the prefixes, None
-    for all. codec: that the target must have; None for that which it has, or the source's. secrets: of the target; its
-    encryption key may be left out, and is the source's then. Raises ConfigError if precision would be lost and may not,
-    and as `begin_namespace`.
+    for all. index: of the namespace, where it is known. codec: that the target must have; None for that which it has,
+    or the source's. secrets: of the target; its encryption key may be left out, and is the source's then. Raises
+    ConfigError if precision would be lost and may not, and as `begin_namespace`.
     """
     pairs = list(zip(origin.identity.geometry.groups, identity.geometry.groups, strict=True))
     for old, new in pairs:
@@ -86,7 +87,7 @@ def rechunk(
     report.losses = {
         new.name: one.losses for (_, new), one in zip(pairs, converters, strict=True) if one.losses is not None
     }
-    index = build_index(origin)
+    index = index or build_index(origin)
     paths = list(index.prefixes()) if keys is None else [path_to(index, key) for key in keys]
     skip_gaps(index, report)
     counts = [len(path) * origin.chunk_tokens // target.chunk_tokens * len(pairs) for path in paths]

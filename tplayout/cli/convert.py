@@ -32,6 +32,7 @@ from tplayout.cli.convert_peers import (
 )
 from tplayout.cli.sides import (
     KEYS_RULE,
+    chosen_prefixes,
     destination_key_option,
     destination_options,
     is_local,
@@ -196,11 +197,10 @@ def _identity(options: dict[str, Any], sets: Sequence[Path]) -> Identity | None:
 
 
 def _to_shards(source: str, destination: str, options: dict[str, Any], work: Work) -> Report:
-    from tplayout.admin.chains import build_index
     from tplayout.admin.convert import export_shards, stages_of
     from tplayout.admin.namespaces import choose_namespace
     from tplayout.admin.places import check_directory
-    from tplayout.admin.selection import read_token_file, selected
+    from tplayout.admin.selection import read_token_file
 
     _refuse(options, "a store to shards", "codec", "dst_encryption_key", "chunk_tokens", "dtype", "lossy", "model")
     if not is_local(destination):
@@ -210,18 +210,15 @@ def _to_shards(source: str, destination: str, options: dict[str, Any], work: Wor
     with open_source(source, options["storage_options"], options["timeout"], destination) as store:
         origin = choose_namespace(store, options["namespace"], secrets_of_source(options))
         stages = stages_of(origin.identity.geometry, options["pp"], _partition(options["pp_partition"]))
-        keys = None
-        if options["prefixes"] or prompts:
-            keys = selected(build_index(origin), options["prefixes"], prompts, options["salt"])
-        return export_shards(origin, local_path(destination), options["tp"], stages, keys, work)
+        keys, index = chosen_prefixes(origin, prompts, options)
+        return export_shards(origin, local_path(destination), options["tp"], stages, keys, index, work)
 
 
 def _to_store(source: str, destination: str, options: dict[str, Any], work: Work) -> Report:
-    from tplayout.admin.chains import build_index
     from tplayout.admin.copy import recode
     from tplayout.admin.namespaces import choose_namespace
     from tplayout.admin.rechunk import changed_identity, rechunk
-    from tplayout.admin.selection import read_token_file, selected
+    from tplayout.admin.selection import read_token_file
 
     _refuse(options, "a store to a store", "model", "pp_partition")
     prompts = [read_token_file(path) for path in options["token_files"]]
@@ -232,17 +229,15 @@ def _to_store(source: str, destination: str, options: dict[str, Any], work: Work
     ):
         origin = choose_namespace(store, options["namespace"], secrets_of_source(options))
         identity = changed_identity(origin.identity, options["chunk_tokens"], options["dtype"])
-        keys = None
-        if options["prefixes"] or prompts:
-            keys = selected(build_index(origin), options["prefixes"], prompts, options["salt"])
+        keys, index = chosen_prefixes(origin, prompts, options)
         codec, secrets = options["codec"], secrets_of_destination(options)
         if codec not in (None, CODEC_AES_256_GCM):
             _refuse(options, f"--codec {codec}, which does not encrypt", "dst_encryption_key")
         if options["chunk_tokens"] is None and options["dtype"] is None:
             _refuse(options, "--codec alone", "lossy")
-            report = recode(origin, target, codec, secrets, keys, work)
+            report = recode(origin, target, codec, secrets, keys, index, work)
         else:
-            report = rechunk(origin, target, identity, options["lossy"], secrets, keys, work, codec)
+            report = rechunk(origin, target, identity, options["lossy"], secrets, keys, index, work, codec)
         note_unsigned(origin.document.storage.key_id is not None, options)
         return report
 

@@ -24,6 +24,7 @@ from tplayout.cli.common import (
 )
 from tplayout.cli.sides import (
     KEYS_RULE,
+    chosen_prefixes,
     destination_key_option,
     destination_options,
     namespace_option,
@@ -98,11 +99,10 @@ def run(source: str, destination: str, options: dict[str, Any], move: bool) -> i
 
 
 def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> dict[str, Copied]:
-    from tplayout.admin.chains import build_index
     from tplayout.admin.copy import copy_namespace, move_namespace
     from tplayout.admin.namespaces import choose_namespace
     from tplayout.admin.progress import Parts
-    from tplayout.admin.selection import read_token_file, selected
+    from tplayout.admin.selection import read_token_file
     from tplayout.admin.work import Work
 
     source, own = secrets_of_source(options), secrets_of_destination(options)
@@ -118,12 +118,9 @@ def _run(origin: Store, target: Store, options: dict[str, Any], move: bool) -> d
         parts = Parts(whole)
         for namespace in chosen:
             work = Work(options["jobs"], parts.part(), options["dry_run"])
-            keys, index = None, None
-            if options["prefixes"] or prompts:
-                index = build_index(namespace)
-                keys = selected(index, options["prefixes"], prompts, options["salt"])
+            keys, index = chosen_prefixes(namespace, prompts, options)
             if move:
-                report = move_namespace(namespace, target, own, keys, work)
+                report = move_namespace(namespace, target, own, keys, index, work)
             else:
                 again = options["recheck"]
                 report = copy_namespace(namespace, target, own, keys, index, work, again)

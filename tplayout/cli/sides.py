@@ -14,6 +14,7 @@ from tplayout.storage.base import Store
 
 if TYPE_CHECKING:
     from tplayout.admin.catalog import Secrets
+    from tplayout.admin.chains import Index
     from tplayout.admin.namespaces import OpenNamespace
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -74,6 +75,22 @@ def selection_options(function: F) -> F:
     )
     salt = click.option("--salt", help="The cache salt of the prompts in --tokens.")
     return prefix(tokens(salt(function)))
+
+
+def chosen_prefixes(
+    origin: OpenNamespace, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]
+) -> tuple[list[bytes] | None, Index | None]:
+    """Last chunks of the prefixes that --prefix and `prompts` name, and the index that was read to find them.
+
+    Both are None where nothing is named, which means all.
+    """
+    if not options["prefixes"] and not prompts:
+        return None, None
+    from tplayout.admin.chains import build_index
+    from tplayout.admin.selection import selected
+
+    index = build_index(origin)
+    return selected(index, options["prefixes"], prompts, options["salt"]), index
 
 
 def secrets_of_source(options: Mapping[str, Any]) -> Secrets:
