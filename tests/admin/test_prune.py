@@ -230,3 +230,16 @@ def test_what_lies_in_quarantine_takes_its_bytes_too(two, store):
     decided = plan(store, limits(max_bytes=500))
     assert not decided.met
     assert "tplayout-quarantine/x" not in decided.names
+
+
+def test_the_store_is_listed_once(two, store, monkeypatch):
+    listed = []
+    listing = store.list
+
+    def count(prefix="", **more):
+        listed.append(prefix)
+        return listing(prefix, **more)
+
+    monkeypatch.setattr(store, "list", count)
+    plan(store, Limits(max_age=1))
+    assert listed == [""]

@@ -41,13 +41,17 @@ NO_SECRETS = Secrets()
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One chunk object as a listing has it. key: 32 bytes; size: bytes; modified: seconds since the epoch or None."""
+    """One chunk object as a listing has it. key: 32 bytes; size: bytes.
+
+    modified, used: when it was written, and last used, in seconds since the epoch; None where the store does not tell.
+    """
 
     name: str
     key: bytes
     group: int
     size: int
     modified: float | None
+    used: float | None = None
 
 
 @dataclass
@@ -239,4 +243,4 @@ def _sort_in(catalog: Catalog, info: ObjectInfo) -> None:
         catalog.foreign.append(info)
         return
     namespace = catalog.namespaces.setdefault(directory, Namespace(directory))
-    namespace.objects.append(Stored(info.key, name.key, name.group_index, info.size, info.modified))
+    namespace.objects.append(Stored(info.key, name.key, name.group_index, info.size, info.modified, info.used))

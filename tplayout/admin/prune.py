@@ -85,7 +85,6 @@ def plan(
     """
     now = time.time() if now is None else now
     catalog = scan(store, namespace)
-    used = _last_uses(store, catalog)
     decided = Plan(store.notes_use)
     below = "" if namespace is None else f"{next(iter(catalog.namespaces))}/"
     old = (info for info in store.temporaries() if _older(info, now - limits.temporary_age))
@@ -97,7 +96,7 @@ def plan(
             decided.unjudged[each.name] = str(each.fault)
             continue
         try:
-            groups[each.name] = _chunks(store, each, used, jobs, progress, encryption_key)
+            groups[each.name] = _chunks(store, each, jobs, progress, encryption_key)
         except ConfigError as error:
             decided.unjudged[each.name] = str(error)
     decided.before += sum(info.size for info in (*catalog.foreign, *catalog.tools))
@@ -120,20 +119,9 @@ def _older(info: ObjectInfo, moment: float) -> bool:
     return info.modified is not None and info.modified < moment
 
 
-def _last_uses(store: Store, catalog: Catalog) -> dict[str, float]:
-    """Object name -> when it was last used, for stores that note it."""
-    if not store.notes_use:
-        return {}
-    uses = {}
-    for name in catalog.namespaces:
-        uses.update({info.key: info.used for info in store.list(f"{name}/") if info.used is not None})
-    return uses
-
-
 def _chunks(
     store: Store,
     namespace: Namespace,
-    used: dict[str, float],
     jobs: int,
     progress: Progress,
     encryption_key: EncryptionKey | None,
@@ -147,7 +135,7 @@ def _chunks(
         chunks.append(Chunk(key))
         for stored in objects:
             written = stored.modified or 0.0
-            chunks[-1].add(stored.name, stored.size, used.get(stored.name) or written, written)
+            chunks[-1].add(stored.name, stored.size, stored.used or written, written)
 
     def parent(chunk: Chunk) -> bytes | None:
         for stored in by_name[chunk.key]:
