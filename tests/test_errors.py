@@ -53,3 +53,12 @@ def test_a_mismatch_shows_both_sides_and_stays_short() -> None:
     error = e.NamespaceMismatch("config.x", 1, list(range(1000)))
     assert str(error).startswith("namespace differs in config.x: ours 1, theirs [0, 1,")
     assert len(str(error)) < 300
+
+
+def test_a_wrong_length_is_damage_and_nothing_else_is() -> None:
+    long, short = (e.StorageError("x", kind) for kind in (e.StorageErrorKind.TOO_LARGE, e.StorageErrorKind.SHORT_READ))
+    assert str(e.as_damage(long, "ns/aa/x")) == "ns/aa/x: trailing: x"
+    assert str(e.as_damage(long, too_large=e.Reason.TOO_LARGE)) == "too-large: x"
+    assert str(e.as_damage(short)) == "truncated: x"
+    other = e.Unavailable("x")
+    assert e.as_damage(other) is other

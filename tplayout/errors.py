@@ -152,6 +152,18 @@ class Unusable(Unavailable):
     """The place itself can hold no store, a file say, and that lasts until a person changes it or the URL."""
 
 
+def as_damage(error: StorageError, name: str = "", too_large: Reason = Reason.TRAILING) -> StorageError | FormatError:
+    """An object of the wrong length is a damaged one, whatever noticed it first; other errors are what they are.
+
+    name: of the object. too_large: what one is called that does not fit.
+    """
+    if error.kind is StorageErrorKind.TOO_LARGE:
+        return FormatError(too_large, error.detail, name)
+    if error.kind is StorageErrorKind.SHORT_READ:
+        return FormatError(Reason.TRUNCATED, error.detail, name)
+    return error
+
+
 class NamespaceMismatch(TPLayoutError):
     """Two identities that must be one: `field` is a dotted path, `ours` and `theirs` its two values."""
 

@@ -17,6 +17,7 @@ from tplayout.errors import (
     Reason,
     StorageError,
     StorageErrorKind,
+    as_damage,
 )
 from tplayout.format.chunk import header_size, layout_of, parse_header, read_chunk_id, verify
 from tplayout.format.digest import CellHasher
@@ -259,8 +260,7 @@ def _kind_of(reason: Reason) -> Kind:
 
 def _of_length(error: StorageError) -> Fault:
     """The fault that an object's length is; other errors are the store's own and are raised."""
-    if error.kind is StorageErrorKind.SHORT_READ:
-        return Fault(Kind.TRUNCATED, Reason.TRUNCATED, error.detail)
-    if error.kind is StorageErrorKind.TOO_LARGE:
-        return Fault(Kind.DAMAGED, Reason.TRAILING, error.detail)
-    raise error
+    damage = as_damage(error)
+    if isinstance(damage, StorageError):
+        raise damage
+    return Fault(_kind_of(damage.reason), damage.reason, damage.detail)

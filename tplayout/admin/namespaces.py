@@ -21,7 +21,7 @@ from tplayout.errors import (
     NotFound,
     Reason,
     StorageError,
-    StorageErrorKind,
+    as_damage,
 )
 from tplayout.format.chunk import Buffer, read_chunk_id, verify
 from tplayout.format.digest import KEYED, XXH3, CellHasher, secret_id
@@ -279,12 +279,3 @@ def unwritten(store: Store, document: NamespaceDocument, secrets: Secrets) -> Op
     used = key_of(document, secrets.encryption_key)
     require(document.storage.codec)
     return OpenNamespace(store, document, hasher_of(document, secrets.secret), document.identity.digest(), used)
-
-
-def as_damage(error: StorageError, name: str) -> StorageError | FormatError:
-    """An object of the wrong length is a damaged one, whatever noticed it first."""
-    if error.kind == StorageErrorKind.TOO_LARGE:
-        return FormatError(Reason.TRAILING, error.detail, name)
-    if error.kind == StorageErrorKind.SHORT_READ:
-        return FormatError(Reason.TRUNCATED, error.detail, name)
-    return error

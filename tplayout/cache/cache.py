@@ -25,9 +25,8 @@ from tplayout.errors import (
     FormatError,
     GeometryError,
     NotFound,
-    Reason,
     StorageError,
-    StorageErrorKind,
+    as_damage,
 )
 from tplayout.format.chunk import seal, verify, verify_shard
 from tplayout.format.digest import CellHasher
@@ -260,7 +259,7 @@ class Cache:
         try:
             return self._objects.get_range(name, span.start, len(span))
         except StorageError as error:
-            raise _as_damage(error, name) from None
+            raise as_damage(error, name) from None
 
     def _sound(self, chunk: ChunkId, group: int) -> bool:
         """Whether the object is there and intact."""
@@ -270,7 +269,7 @@ class Cache:
             try:
                 length = self._objects.get_into(name, buf)
             except StorageError as error:
-                raise _as_damage(error, name) from None
+                raise as_damage(error, name) from None
             verify(buf[:length], layout, self._digest, chunk.key, self._hasher)
         except NotFound:
             return False
@@ -286,12 +285,3 @@ def _check_chunk(chunk: ChunkId) -> None:
         value = getattr(chunk, name)
         if not isinstance(value, bytes) or len(value) != KEY_BYTES:
             raise ConfigError(f"chunk: its {name} must be {KEY_BYTES} bytes; take it from cache.chunks(tokens)")
-
-
-def _as_damage(error: StorageError, name: str) -> StorageError | FormatError:
-    """An object of the wrong length is a damaged one, whatever noticed it first."""
-    if error.kind == StorageErrorKind.TOO_LARGE:
-        return FormatError(Reason.TRAILING, error.detail, name)
-    if error.kind == StorageErrorKind.SHORT_READ:
-        return FormatError(Reason.TRUNCATED, error.detail, name)
-    return error

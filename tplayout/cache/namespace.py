@@ -4,7 +4,7 @@ The name for people in namespace.json does not count: servers of the same weight
 """
 
 from tplayout.cache.codec import Codec, begun_codec, check_key, make_codec, require
-from tplayout.errors import FormatError, NamespaceMismatch, NotFound, Reason, StorageError, StorageErrorKind
+from tplayout.errors import FormatError, NamespaceMismatch, NotFound, Reason, StorageError, as_damage
 from tplayout.format.canonical import parse_json
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.encrypted import EncryptionKey
@@ -39,11 +39,7 @@ def fetch_document(store: Store, namespace: str) -> bytes:
     try:
         return store.get(name, max_bytes=MAX_DOCUMENT_BYTES)
     except StorageError as error:
-        if error.kind == StorageErrorKind.TOO_LARGE:
-            raise FormatError(Reason.TOO_LARGE, error.detail, name) from None
-        if error.kind == StorageErrorKind.SHORT_READ:
-            raise FormatError(Reason.TRUNCATED, error.detail, name) from None
-        raise
+        raise as_damage(error, name, Reason.TOO_LARGE) from None
 
 
 def read_document(store: Store, namespace: str) -> NamespaceDocument:

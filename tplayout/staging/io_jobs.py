@@ -19,7 +19,7 @@ from tplayout.errors import (
     OverLimit,
     Reason,
     StorageError,
-    StorageErrorKind,
+    as_damage,
 )
 from tplayout.format.chunk import ChunkLayout, read_chunk_id, verify, write_digests
 from tplayout.format.digest import CellHasher
@@ -150,11 +150,7 @@ def _fetch(bench: Bench, slot: int, group: int, name: str, key: bytes) -> int:
     try:
         length = bench.store.get_into(name, view)
     except StorageError as error:
-        if error.kind == StorageErrorKind.TOO_LARGE:
-            raise FormatError(Reason.TRAILING, error.detail) from None
-        if error.kind == StorageErrorKind.SHORT_READ:
-            raise FormatError(Reason.TRUNCATED, error.detail) from None
-        raise
+        raise as_damage(error) from None
     if length != layout.nbytes:
         raise FormatError(Reason.TRUNCATED, f"{length} bytes, must be {layout.nbytes}")
     verify(view, layout, bench.namespace, key, bench.hasher)
