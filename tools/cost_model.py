@@ -16,10 +16,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tplayout.format.chunk import chunk_layout
 from tplayout.format.digest import XXH3
 from tplayout.format.geometry import DEFAULT_CHUNK_TOKENS, Geometry, Group, Part
-from tplayout.format.layout import ChunkLayout
+from tplayout.format.layout import ChunkLayout, chunk_layout
 from tplayout.format.sharding import Shard, shard_of, writes
 from tplayout.staging.plan import StagingPlan
 from tplayout.storage.s3 import PART

@@ -26,8 +26,8 @@ from tools.faulty_files import FaultyFiles, spread
 from tplayout.admin.prune import Limits, carry_out, plan
 from tplayout.admin.verify import verify_store
 from tplayout.errors import TPLayoutError
-from tplayout.format.chunk import chunk_layout
 from tplayout.format.identity import parse_namespace_document
+from tplayout.format.layout import chunk_layout
 from tplayout.storage import open_store
 
 MODEL = "llama"

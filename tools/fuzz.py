@@ -26,7 +26,7 @@ from tplayout.admin.local_files import ReadFile  # noqa: E402
 from tplayout.admin.shard_files import Rank, ShardHeader, ranks_of, read_shard_header, shard_head  # noqa: E402
 from tplayout.cache.codec import Gcm, Zstd  # noqa: E402
 from tplayout.errors import FormatError, GeometryError  # noqa: E402
-from tplayout.format.chunk import layout_of, parse_header, seal, verify  # noqa: E402
+from tplayout.format.chunk import seal, verify  # noqa: E402
 from tplayout.format.digest import CellHasher, make_hasher  # noqa: E402
 from tplayout.format.encrypted import (  # noqa: E402
     SALT_BYTES,
@@ -37,9 +37,10 @@ from tplayout.format.encrypted import (  # noqa: E402
     encrypted_layout,
 )
 from tplayout.format.geometry import Geometry, Group, Part  # noqa: E402
-from tplayout.format.identity import Identity, namespace_document, parse_namespace_document  # noqa: E402
+from tplayout.format.header import parse_header  # noqa: E402
+from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts, parse_namespace_document  # noqa: E402
 from tplayout.format.keys import chain, object_name, parse_object_name  # noqa: E402
-from tplayout.format.layout import chunk_layout  # noqa: E402
+from tplayout.format.layout import chunk_layout, layout_of  # noqa: E402
 from tplayout.format.packed import pack, packed_layout, unpack  # noqa: E402
 from tplayout.staging.protocol import Load, ProtocolError, decode, encode  # noqa: E402
 
@@ -188,8 +189,7 @@ def _name(data: bytes) -> None:
 
 def readers() -> list[Reader]:
     """Every reader of foreign bytes."""
-    facts = {"digest": "xxh3-128", "key_id": None, "codec": "none"}
-    document = namespace_document(IDENTITY, facts, "model")
+    document = NamespaceDocument(IDENTITY, StorageFacts("xxh3-128"), "model").to_bytes()
     layout = chunk_layout(IDENTITY.geometry, 0, HASHER.name)
     shards = [_shard_seed(rank) for rank in ranks_of(IDENTITY.geometry, 2, [range(3)])]
     load = encode(Load(1, 2, (0, 1), "ab" * 32)).strip()

@@ -44,7 +44,6 @@ class Run:
         self.table, self.group, self.ratio, self.layout = first.table, first.group, first.ratio, first.layout
         self.positions = range(first.position, first.position + len(layers))
         self.tokens = first.layout.tokens
-        self.device = first.cache.device
         self._parts = [self._part_view(layers, part) for part in first.layout.parts]
         # The views alias these; without a reference the allocation could go while a view is in use.
         self._owners = [layer.cache for layer in layers]

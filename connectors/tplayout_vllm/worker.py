@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tplayout.errors import TPLayoutError
-from tplayout.format.chunk import chunk_layout
+from tplayout.format.layout import chunk_layout
 from tplayout.format.sharding import head_range, writes
 from tplayout.staging.log_limit import LogLimit
 from tplayout.staging.region import Region

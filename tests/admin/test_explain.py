@@ -255,7 +255,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_the_identity_of_a_model_directory_a_config_or_a_document(model, tmp_path):
-    from tplayout.format.identity import namespace_document
+    from tests.support.documents import namespace_document
     from tplayout.model import describe_model
 
     expected = describe_model(model, chunk_tokens=16)

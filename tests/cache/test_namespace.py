@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.documents import namespace_document
 from tplayout.cache import Cache, check_document, check_namespace
 from tplayout.cache.namespace import open_namespace
 from tplayout.errors import ConfigError, FormatError, NamespaceMismatch, NotFound, Reason
 from tplayout.format.digest import secret_id
-from tplayout.format.identity import Identity, namespace_document, parse_namespace_document
+from tplayout.format.identity import Identity, parse_namespace_document
 from tplayout.format.keys import namespace_object
 from tplayout.storage.base import Store
 

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.documents import namespace_document
 from tests.support.tool import call
 from tplayout.cache import Cache
 from tplayout.errors import FormatError
 from tplayout.format.chunk import write_digests, write_info
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.geometry import Geometry, Group, Part
-from tplayout.format.identity import Identity, namespace_document
+from tplayout.format.identity import Identity
 from tplayout.format.keys import ChunkId, object_name
 from tplayout.format.layout import ChunkLayout, chunk_layout
 from tplayout.format.sharding import shard_of, whole

@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tplayout.format.chunk import ChunkLayout, chunk_layout, seal
+from tplayout.format.chunk import seal
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.keys import ChunkId, chain
+from tplayout.format.layout import ChunkLayout, chunk_layout
 
 NAMESPACE = bytes(range(32))
 SECRET = b"a secret of some length"

@@ -13,21 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tplayout.errors import FormatError, GeometryError, Reason
-from tplayout.format.chunk import (
-    chunk_layout,
-    layout_of,
-    parse_header,
-    piece,
-    read_chunk_id,
-    seal,
-    verify,
-    verify_shard,
-    write_digests,
-    write_info,
-)
+from tplayout.format.chunk import piece, read_chunk_id, seal, verify, verify_shard, write_digests, write_info
 from tplayout.format.digest import DIGEST_BYTES, KEYED, make_hasher
 from tplayout.format.geometry import Geometry, Group, Part
+from tplayout.format.header import parse_header
 from tplayout.format.keys import ROOT, ChunkId, chain
+from tplayout.format.layout import chunk_layout, layout_of
 from tplayout.format.sharding import Shard, whole
 
 Make = Callable[..., Any]
@@ -73,20 +64,6 @@ def test_the_same_kv_gives_the_same_bytes(make_sealed: Make) -> None:
     seal(again, sealed.layout, sealed.namespace, sealed.chunk, sealed.hasher)
     assert again[: sealed.layout.nbytes] == sealed.buf
     assert again[sealed.layout.nbytes :] == b"\xaa" * 100
-
-
-def test_sealing_by_shards_is_sealing(make_sealed: Make) -> None:
-    sealed = make_sealed()
-    again = bytearray(sealed.buf)
-    for head in range(2):
-        span = sealed.layout.digests_range(head, range(2))
-        again[span.start : span.stop] = bytes(len(span))
-    write_info(again, sealed.layout, sealed.chunk)
-    for head in range(2):
-        for layer in range(2):
-            shard = Shard(range(head, head + 1), range(layer, layer + 1))
-            write_digests(again, sealed.layout, sealed.chunk.key, sealed.hasher, shard)
-    assert again == sealed.buf
 
 
 def test_every_truncation_is_refused(make_sealed: Make) -> None:
@@ -142,13 +119,18 @@ def test_a_shard_is_verified_alone(make_sealed: Make) -> None:
     sealed = make_sealed()
     data = bytearray(sealed.buf)
     data[sealed.layout.cell_range(1, 0).start] ^= 1
-    check(sealed, data, shard=Shard(range(1), range(2)))
-    check(sealed, data, shard=Shard(range(2), range(1, 2)))
-    check(sealed, data, shard=Shard(range(0), range(0)))
-    assert reason_of(sealed, data, shard=Shard(range(1, 2), range(1))) is Reason.DIGEST_MISMATCH
-    assert reason_of(sealed, data) is Reason.DIGEST_MISMATCH
+
+    def check_shard(heads: range, layers: range) -> None:
+        verify_shard({range(len(data)): data}, sealed.layout, sealed.chunk.key, sealed.hasher, Shard(heads, layers))
+
+    check_shard(range(1), range(2))
+    check_shard(range(2), range(1, 2))
+    check_shard(range(0), range(0))
+    with pytest.raises(FormatError) as caught:
+        check_shard(range(1, 2), range(1))
+    assert caught.value.reason is reason_of(sealed, data) is Reason.DIGEST_MISMATCH
     with pytest.raises(GeometryError):
-        check(sealed, data, shard=Shard(range(3), range(2)))
+        check_shard(range(3), range(2))
 
 
 def test_swapped_cells_and_heads_are_refused(make_sealed: Make) -> None:
@@ -301,13 +283,14 @@ def test_no_secret_is_in_an_object(make_sealed: Make) -> None:
     assert SECRET not in make_sealed(secret=SECRET).buf
 
 
-def test_ranged_reads_are_verified(make_sealed: Make) -> None:
+def test_ranged_reads_are_verified(make_sealed: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """[M25] [M27] Only the ranges that a shard needs, and each is length-checked."""
     sealed = make_sealed()
     layout, data, key = sealed.layout, sealed.buf, sealed.chunk.key
     for gap in (0, 65536):
+        monkeypatch.setattr("tplayout.format.layout.MERGE_GAP", gap)
         for shard in (whole(layout.group), Shard(range(1, 2), range(2)), Shard(range(2), range(1, 2))):
-            spans = layout.shard_sections(shard, gap)
+            spans = layout.shard_sections(shard)
             parts = {span: bytes(data[span.start : span.stop]) for span in spans}
             verify_shard(parts, layout, key, sealed.hasher, shard)
             cell = piece(parts, layout.cell_range(shard.heads[0], shard.layers[0]))

@@ -17,7 +17,7 @@ from safetensors.numpy import load as load_safetensors
 
 from tplayout.cache.codec import Gcm
 from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
-from tplayout.format.chunk import chunk_layout, seal, verify, verify_shard
+from tplayout.format.chunk import seal, verify, verify_shard
 from tplayout.format.digest import DIGEST_BYTES, KEYED, make_hasher
 from tplayout.format.encrypted import (
     EncryptedLayout,
@@ -33,6 +33,7 @@ from tplayout.format.encrypted import (
 )
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.keys import chain
+from tplayout.format.layout import chunk_layout
 from tplayout.format.packed import pack, packed_layout
 from tplayout.format.sharding import Shard
 

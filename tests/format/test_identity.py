@@ -9,6 +9,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.documents import namespace_document
 from tplayout.errors import ConfigError, FormatError, Reason
 from tplayout.format.canonical import canonical_json
 from tplayout.format.digest import KEYED
@@ -17,7 +18,6 @@ from tplayout.format.identity import (
     ABSENT,
     MAX_DOCUMENT_BYTES,
     Identity,
-    namespace_document,
     parse_namespace_document,
 )
 

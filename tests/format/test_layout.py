@@ -5,16 +5,16 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tplayout.errors import FormatError, GeometryError, Reason
-from tplayout.format.chunk import parse_header
 from tplayout.format.digest import DIGEST_BYTES, KEYED
 from tplayout.format.geometry import Geometry, Group, Part
-from tplayout.format.header import Header
+from tplayout.format.header import Header, parse_header
 from tplayout.format.layout import ALIGN, chunk_layout, layout_of
 from tplayout.format.sharding import Shard, whole
 
@@ -73,7 +73,8 @@ def test_shard_sections_bring_cells_and_digests(geometry: Geometry, data: st.Dat
     layer = data.draw(st.integers(0, layers - 1))
     shard = Shard(range(head, data.draw(st.integers(head, heads))), range(layer, data.draw(st.integers(layer, layers))))
     gap = data.draw(st.sampled_from([0, 100, 65536]))
-    sections = layout.shard_sections(shard, gap)
+    with patch("tplayout.format.layout.MERGE_GAP", gap):
+        sections = layout.shard_sections(shard)
     assert all(a.stop + gap < b.start for a, b in pairwise(sections))
     for h in shard.heads:
         for p in shard.layers:
@@ -87,7 +88,7 @@ def test_heads_with_all_layers_are_one_range() -> None:
     layout = chunk_layout(Geometry(256, (group,)), 0, "xxh3-128")
     assert len(layout.shard_sections(Shard(range(2, 6), range(32)))) == 1
     assert len(layout.shard_sections(Shard(range(2, 6), range(8, 16)))) == 8
-    assert layout.shard_sections(whole(group))[0].start == layout.info_range.stop
+    assert layout.shard_sections(whole(group))[0].start == layout.sections
 
 
 def test_what_is_outside_the_group_is_refused(tiny: Geometry) -> None:

@@ -14,10 +14,11 @@ from safetensors.numpy import load as load_safetensors
 
 from tplayout.cache.codec import Zstd
 from tplayout.errors import FormatError, Reason
-from tplayout.format.chunk import chunk_layout, seal, verify, verify_shard
+from tplayout.format.chunk import seal, verify, verify_shard
 from tplayout.format.digest import DIGEST_BYTES, KEYED, make_hasher
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.keys import chain
+from tplayout.format.layout import chunk_layout
 from tplayout.format.packed import (
     PackedLayout,
     check_info,

@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tplayout.format.chunk import chunk_layout, piece, seal, verify, verify_shard
+from tplayout.format.chunk import piece, seal, verify, verify_shard
 from tplayout.format.digest import make_hasher
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.keys import chain
+from tplayout.format.layout import chunk_layout
 from tplayout.format.sharding import Shard, check_cover, pp_layer_ranges, shard_of, writes
 
 DTYPES = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -78,7 +80,8 @@ def read(group: Group, chunk_tokens: int, data: bytes, shard: Shard, gap: int) -
     """One rank's cells from ranged reads, verified."""
     layout = chunk_layout(Geometry(chunk_tokens, (group,)), 0, "xxh3-128")
     key = chain(NAMESPACE, range(chunk_tokens), chunk_tokens)[0].key
-    parts = {span: data[span.start : span.stop] for span in layout.shard_sections(shard, gap)}
+    with patch("tplayout.format.layout.MERGE_GAP", gap):
+        parts = {span: data[span.start : span.stop] for span in layout.shard_sections(shard)}
     verify_shard(parts, layout, key, make_hasher(), shard)
     rows = [piece(parts, layout.kv_range(head, shard.layers)) for head in shard.heads if shard.layers]
     flat = np.frombuffer(b"".join(rows), np.uint8)

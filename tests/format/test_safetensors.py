@@ -9,10 +9,11 @@ import safetensors
 import torch
 from safetensors.numpy import load
 
-from tplayout.format.chunk import chunk_layout, seal
+from tplayout.format.chunk import seal
 from tplayout.format.digest import make_hasher
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.keys import chain
+from tplayout.format.layout import chunk_layout
 
 DTYPES = {
     "F32": torch.float32,

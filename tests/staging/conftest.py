@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tplayout.format.chunk import chunk_layout
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.keys import chain, object_name
+from tplayout.format.layout import chunk_layout
 from tplayout.staging.stager import Stager, StagingPlan
 
 HERE = Path(__file__).parent

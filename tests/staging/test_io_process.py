@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from tplayout.errors import FormatError
-from tplayout.format.chunk import chunk_layout, verify
+from tplayout.format.chunk import verify
 from tplayout.format.digest import make_hasher
 from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.layout import chunk_layout
 
 HERE = Path(__file__).parent
 DRAIN_S = 3.0  # of scheduler_process.py

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.documents import namespace_document
 from tools.fault_store import Fault, FaultStore
 from tplayout.errors import FormatError, Reason
 from tplayout.format.digest import make_hasher
 from tplayout.format.geometry import Geometry, Group, Part
-from tplayout.format.identity import MAX_DOCUMENT_BYTES, Identity, namespace_document
+from tplayout.format.identity import MAX_DOCUMENT_BYTES, Identity
 from tplayout.format.keys import namespace_object
 from tplayout.staging.io_jobs import NAMESPACE_DIFFERS, Bench, NamespaceCheck, Publisher, probe
 from tplayout.staging.protocol import Probe, Save

@@ -8,8 +8,8 @@ import json
 import random
 import sys
 
-from tplayout.format.chunk import chunk_layout
 from tplayout.format.geometry import Geometry
+from tplayout.format.layout import chunk_layout
 from tplayout.format.sharding import head_range
 from tplayout.staging.region import Region, RegionRef
 

@@ -10,9 +10,10 @@ from sim_config import Setup
 from sim_engine import SimEngine
 from sim_model import VOCABULARY, SimModel, Text
 
-from tplayout.format.chunk import ChunkLayout, chunk_layout, verify
+from tplayout.format.chunk import verify
 from tplayout.format.digest import make_hasher
 from tplayout.format.keys import EXTRA_SALT, chain, object_name, parse_object_name
+from tplayout.format.layout import ChunkLayout, chunk_layout
 
 
 class Sim:

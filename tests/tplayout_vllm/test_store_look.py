@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 import pytest
 from sim_store import Sim
 
+from tests.support.documents import namespace_document
 from tests.support.rights import unprivileged
 from tplayout.errors import ConfigError, Forbidden
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry, Group, Part
-from tplayout.format.identity import Identity, namespace_document
+from tplayout.format.identity import Identity
 from tplayout.storage.local import LocalStore
 from tplayout_vllm.options import Options
 from tplayout_vllm.store_look import look_at_store

@@ -11,7 +11,7 @@ import torch
 from sim_config import Setup, report
 from sim_model import DelayedCopies, Rank, SimModel, Text, layer_name
 
-from tplayout.format.chunk import chunk_layout
+from tplayout.format.layout import chunk_layout
 from tplayout.staging.region import Region, RegionPlan
 from tplayout_vllm.metadata import AdapterRef, ChunkCopy, StagingRef, StepMetadata, Transfer, WorkerNews, WorkerReport
 from tplayout_vllm.placement import Placement, place

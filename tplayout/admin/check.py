@@ -19,11 +19,11 @@ from tplayout.errors import (
     StorageErrorKind,
     as_damage,
 )
-from tplayout.format.chunk import header_size, layout_of, parse_header, read_chunk_id, verify
+from tplayout.format.chunk import read_chunk_id, verify
 from tplayout.format.digest import CellHasher
-from tplayout.format.header import LENGTH_BYTES
+from tplayout.format.header import LENGTH_BYTES, header_size, parse_header
 from tplayout.format.keys import ChunkId, object_name
-from tplayout.format.layout import ChunkLayout, stated_layout
+from tplayout.format.layout import ChunkLayout, layout_of, stated_layout
 from tplayout.storage.base import Store
 
 

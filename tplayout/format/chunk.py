@@ -9,30 +9,10 @@ from collections.abc import Mapping
 
 from tplayout.errors import FormatError, GeometryError, Reason
 from tplayout.format.digest import CellHasher
-from tplayout.format.header import Header, TensorInfo, header_size, parse_header
+from tplayout.format.header import Header, parse_header
 from tplayout.format.keys import ROOT, ChunkId, chunk_key, key_of_packed, pack_tokens
-from tplayout.format.layout import ALIGN, ChunkLayout, chunk_layout, layout_of
+from tplayout.format.layout import ALIGN, ChunkLayout, layout_of
 from tplayout.format.sharding import Shard, whole
-
-__all__ = [
-    "Buffer",
-    "ChunkLayout",
-    "Header",
-    "TensorInfo",
-    "chunk_layout",
-    "header_size",
-    "layout_of",
-    "parse_header",
-    "piece",
-    "read_chunk_id",
-    "seal",
-    "stated_fault",
-    "tensor_fault",
-    "verify",
-    "verify_shard",
-    "write_digests",
-    "write_info",
-]
 
 Buffer = bytes | bytearray | memoryview
 _ZEROS = bytes(ALIGN)
@@ -54,24 +34,16 @@ def write_info(buf: bytearray | memoryview, layout: ChunkLayout, chunk: ChunkId)
         view[_cut(pad)] = _ZEROS[: len(pad)]
 
 
-def write_digests(
-    buf: bytearray | memoryview,
-    layout: ChunkLayout,
-    key: bytes,
-    hasher: CellHasher,
-    shard: Shard | None = None,
-) -> None:
-    """Write the digests of the cells that buf holds, of a shard or of all. key: the chunk's."""
+def write_digests(buf: bytearray | memoryview, layout: ChunkLayout, key: bytes, hasher: CellHasher) -> None:
+    """Write the digests of the cells that buf holds. key: the chunk's."""
     view = _writable(buf, layout)
     _check_hasher(layout, hasher)
-    shard = whole(layout.group) if shard is None else shard
-    layout.check_shard(shard)
-    group, size = layout.group, layout.cell_bytes
-    for head in shard.heads if shard.cells else ():
-        cells = view[_cut(layout.kv_range(head, shard.layers))]
-        view[_cut(layout.digests_range(head, shard.layers))] = b"".join(
-            hasher.cell(key, group.name, head, group.layers[position], cells[row * size : (row + 1) * size])
-            for row, position in enumerate(shard.layers)
+    group, size, layers = layout.group, layout.cell_bytes, range(len(layout.group.layers))
+    for head in range(group.heads):
+        cells = view[_cut(layout.kv_range(head, layers))]
+        view[_cut(layout.digests_range(head, layers))] = b"".join(
+            hasher.cell(key, group.name, head, layer, cells[row * size : (row + 1) * size])
+            for row, layer in enumerate(group.layers)
         )
 
 
@@ -88,15 +60,8 @@ def seal(
     write_digests(buf, layout, chunk.key, hasher)
 
 
-def verify(
-    buf: Buffer,
-    layout: ChunkLayout,
-    namespace: bytes,
-    expected_key: bytes,
-    hasher: CellHasher,
-    shard: Shard | None = None,
-) -> ChunkId:
-    """Check that buf is, byte for byte, the object of that key; with `shard`, only its cells are digested.
+def verify(buf: Buffer, layout: ChunkLayout, namespace: bytes, expected_key: bytes, hasher: CellHasher) -> ChunkId:
+    """Check that buf is, byte for byte, the object of that key.
 
     namespace: 32 bytes; expected_key: from the object's name. Raises FormatError with a reason; allocates
     nothing by what the content claims.
@@ -114,8 +79,7 @@ def verify(
     for pad in layout.pads():
         if bytes(view[_cut(pad)]) != _ZEROS[: len(pad)]:
             raise FormatError(Reason.BAD_PADDING, f"not zero between byte {pad.start} and {pad.stop}")
-    parts = {range(layout.nbytes): view}
-    verify_shard(parts, layout, chunk.key, hasher, whole(layout.group) if shard is None else shard)
+    verify_shard({range(layout.nbytes): view}, layout, chunk.key, hasher, whole(layout.group))
     return chunk
 
 
@@ -155,7 +119,7 @@ def piece(parts: Mapping[range, Buffer], wanted: range) -> memoryview:
 def read_chunk_id(buf: Buffer, layout: ChunkLayout, namespace: bytes) -> ChunkId:
     """What an object says it is: its key computed from parent, tokens and extras. Nothing else is checked.
 
-    buf: at least layout.info_range. The index is not in the object and is -1, or 0 for a first chunk.
+    buf: at least up to the extras. The index is not in the object and is -1, or 0 for a first chunk.
     """
     view = memoryview(buf).cast("B")
     if len(view) < layout.extras_range.stop:

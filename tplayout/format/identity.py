@@ -146,11 +146,6 @@ class NamespaceDocument:
         return data
 
 
-def namespace_document(identity: Identity, storage: Mapping[str, Any], model: str) -> bytes:
-    """Bytes of namespace.json. storage: the fields of `StorageFacts`."""
-    return NamespaceDocument(identity, StorageFacts(**storage), model).to_bytes()
-
-
 def parse_namespace_document(data: bytes | memoryview, expected_namespace: str) -> NamespaceDocument:
     """Parse and check namespace.json. expected_namespace: the directory it was found in.
 

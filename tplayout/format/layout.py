@@ -54,11 +54,6 @@ class ChunkLayout:
         return self.sections + self.group.heads * self.section_bytes
 
     @property
-    def info_range(self) -> range:
-        """Everything before the first head: header, tokens, parent, extras, padding."""
-        return range(self.sections)
-
-    @property
     def tokens_range(self) -> range:
         """Token ids, int32 little-endian."""
         return range(self.data_start, self.data_start + _TOKEN_BYTES * self.chunk_tokens)
@@ -115,8 +110,8 @@ class ChunkLayout:
         if shard.cells and (shard.heads.stop > self.group.heads or shard.layers.stop > len(self.group.layers)):
             raise GeometryError(f"group {self.group.name!r} does not hold {shard}")
 
-    def shard_sections(self, shard: Shard, merge_gap: int = MERGE_GAP) -> list[range]:
-        """Ascending disjoint ranges with the shard's cells and digests; gaps up to merge_gap are included."""
+    def shard_sections(self, shard: Shard) -> list[range]:
+        """Ascending disjoint ranges with the shard's cells and digests; gaps up to MERGE_GAP are included."""
         self.check_shard(shard)
         if not shard.cells:
             return []
@@ -127,7 +122,7 @@ class ChunkLayout:
         ]
         merged = [wanted[0]]
         for span in wanted[1:]:
-            if span.start - merged[-1].stop <= merge_gap:
+            if span.start - merged[-1].stop <= MERGE_GAP:
                 merged[-1] = range(merged[-1].start, span.stop)
             else:
                 merged.append(span)

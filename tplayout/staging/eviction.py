@@ -65,7 +65,7 @@ class Evictor:
             with self._lock:
                 self._writing -= Counter([key])
 
-    def make_room(self, nbytes: int, key: bytes = b"", parent: bytes = ROOT) -> bool:
+    def make_room(self, nbytes: int, key: bytes, parent: bytes) -> bool:
         """Remove chunks until so many bytes can be written, and some more. False, and nothing goes, if too little may.
 
         key, parent: of the chunk that is to be written to our namespace. What it continues stays. A chunk that

@@ -21,9 +21,10 @@ from tplayout.errors import (
     StorageError,
     as_damage,
 )
-from tplayout.format.chunk import ChunkLayout, read_chunk_id, verify, write_digests
+from tplayout.format.chunk import read_chunk_id, verify, write_digests
 from tplayout.format.digest import CellHasher
 from tplayout.format.keys import ROOT, namespace_object, object_name
+from tplayout.format.layout import ChunkLayout
 from tplayout.staging.eviction import Evictor
 from tplayout.staging.protocol import NAMESPACE_DIFFERS, Load, Loaded, Probe, Probed, Save, Saved
 from tplayout.staging.region import Region

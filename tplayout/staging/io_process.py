@@ -24,10 +24,10 @@ import traceback
 from tplayout.cache.codec import make_codec, require
 from tplayout.cache.packing import plain_store
 from tplayout.errors import FormatError, TPLayoutError
-from tplayout.format.chunk import chunk_layout
 from tplayout.format.digest import make_hasher
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
+from tplayout.format.layout import chunk_layout
 from tplayout.staging import io_jobs
 from tplayout.staging.eviction import Evictor, Opened
 from tplayout.staging.priority import prefer

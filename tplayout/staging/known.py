@@ -7,6 +7,7 @@ corrected by the next answer of the store.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+MOST_KNOWN = 65536  # objects, and chunks
 _MOST_DAMAGED = 4096
 
 
@@ -19,9 +20,6 @@ class KnownStored:
         self._seconds = seconds
         self._clock = clock
         self._seen: OrderedDict[tuple[bytes, int], float] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._seen)
 
     def add(self, key: bytes, groups: Iterable[int]) -> None:
         """These objects are in the store."""

@@ -7,11 +7,10 @@ from typing import Any, NoReturn
 
 from tplayout.cache.codec import begun_codec
 from tplayout.errors import ConfigError
-from tplayout.format.chunk import ChunkLayout, chunk_layout
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
-from tplayout.format.layout import CODEC_NONE
+from tplayout.format.layout import CODEC_NONE, ChunkLayout, chunk_layout
 from tplayout.staging.protocol import Config
 from tplayout.staging.region import Region, RegionPlan
 
@@ -35,8 +34,6 @@ class StagingPlan:
     unasked_s: after that long, a lookup that nobody asks about gives way to one that needs slots.
     save_wait_s: how long writers may take to mark a chunk. drain_s: how long I/O processes outlive us.
     negative_cache_s: how long a damaged chunk is not loaded again.
-    known_stored: how many objects are remembered to be in the store.
-    prefault: touch all memory now (for pinning).
     """
 
     url: str
@@ -63,8 +60,6 @@ class StagingPlan:
     save_wait_s: float = 60.0
     drain_s: float = 10.0
     negative_cache_s: float = 60.0
-    known_stored: int = 65536
-    prefault: bool = False
 
     def __post_init__(self) -> None:
         for name in ("slots", "io_processes", "load_threads", "save_threads"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tplayout.errors import StorageErrorKind
 from tplayout.staging.breaker import Breaker
 from tplayout.staging.io_client import IoPool
-from tplayout.staging.known import Damaged, KnownStored, UsesTold
+from tplayout.staging.known import MOST_KNOWN, Damaged, KnownStored, UsesTold
 from tplayout.staging.log_limit import LogLimit
 from tplayout.staging.plan import StagingPlan
 from tplayout.staging.protocol import Load, Probe, Save, Use
@@ -66,7 +66,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         self.limit = LogLimit(self.clock)
-        self.uses = UsesTold(self.plan.known_stored, _USED_S, self.clock)
+        self.uses = UsesTold(MOST_KNOWN, _USED_S, self.clock)
 
     def warn(self, what: str, kind: str, detail: str) -> None:
         """A line in the log about a job that failed: one a minute for each `what` and kind, since chunks are many."""

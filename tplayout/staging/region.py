@@ -103,16 +103,14 @@ class Region:
         self._words_a_slot = sum(plan.writers)
 
     @classmethod
-    def create(cls, plan: RegionPlan, prefault: bool = False) -> "Region":
-        """A new region. Its memory is not touched, so it costs nothing until used, unless `prefault`."""
+    def create(cls, plan: RegionPlan) -> "Region":
+        """A new region. Its memory is not touched, so it costs nothing until used."""
         token = secrets.token_hex(16)
         fd = os.memfd_create("tplayout-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, plan.nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            if prefault:
-                os.posix_fallocate(fd, 0, plan.nbytes)
             os.pwrite(fd, _encode_header(plan, token), 0)
             return cls(fd, plan, token, mmap.mmap(fd, plan.nbytes))
         except OSError as error:

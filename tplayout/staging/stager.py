@@ -12,7 +12,7 @@ from tplayout.errors import ConfigError
 from tplayout.format.keys import ChunkId
 from tplayout.staging.breaker import Breaker
 from tplayout.staging.io_client import COMMAND, IoPool, Lost
-from tplayout.staging.known import Damaged, KnownStored
+from tplayout.staging.known import MOST_KNOWN, Damaged, KnownStored
 from tplayout.staging.loads import LOST, Loads
 from tplayout.staging.lookups import Lookups, LookupState
 from tplayout.staging.plan import StagingPlan
@@ -59,7 +59,7 @@ class Stager:
         command: what to run as an I/O process, before its three arguments. Raises RegionError, ConfigError.
         """
         self.plan = plan
-        region = Region.create(plan.region_plan, plan.prefault)
+        region = Region.create(plan.region_plan)
         try:
             io = IoPool(plan.config(region), region, plan.io_processes, clock, command)
         except ProtocolError as error:
@@ -70,7 +70,7 @@ class Stager:
             region=region,
             table=SlotTable(plan.slots, len(plan.writers)),
             io=io,
-            known=KnownStored(plan.known_stored, _KNOWN_S, clock),
+            known=KnownStored(MOST_KNOWN, _KNOWN_S, clock),
             damaged=Damaged(plan.negative_cache_s, clock),
             reads=Breaker("loads", clock),
             writes=Breaker("saves", clock),
