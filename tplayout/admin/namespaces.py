@@ -23,7 +23,7 @@ from tplayout.errors import (
     StorageError,
     as_damage,
 )
-from tplayout.format.chunk import Buffer, read_chunk_id, verify
+from tplayout.format.chunk import Buffer, parse_ids, verify
 from tplayout.format.digest import KEYED, XXH3, CellHasher, secret_id
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
@@ -106,12 +106,11 @@ class OpenNamespace:
         Raises NotFound, or FormatError: wrong-key, truncated.
         """
         layout, name = self.layout(group), self.object_name(key, group)
-        start = layout.data_start
         try:
-            data = self._plain.get_range(name, start, layout.extras_range.stop - start)
+            data = self._plain.get_range(name, layout.ids_range.start, len(layout.ids_range))
         except StorageError as error:
             raise as_damage(error, name) from None
-        chunk = read_chunk_id(bytes(start) + data, layout, self.digest)
+        chunk = parse_ids(data, layout, self.digest)
         if chunk.key != key:
             raise FormatError(Reason.WRONG_KEY, f"content belongs to {chunk.key.hex()}", name)
         return chunk

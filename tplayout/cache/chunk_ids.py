@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import struct
-
 from tplayout.errors import FormatError, NotFound, StorageError, StorageErrorKind
-from tplayout.format.keys import ROOT, ChunkId, key_of_packed
+from tplayout.format.chunk import parse_ids
+from tplayout.format.keys import ChunkId
 from tplayout.format.layout import ChunkLayout
 from tplayout.storage.base import Store
 
@@ -15,17 +14,13 @@ def read_id(store: Store, layout: ChunkLayout, digest: bytes, name: str, key: by
 
     store: of plain objects. digest: of the identity. Raises StorageError.
     """
-    span = range(layout.tokens_range.start, layout.extras_range.stop)
     try:
-        data = store.get_range(name, span.start, len(span))
+        data = store.get_range(name, layout.ids_range.start, len(layout.ids_range))
     except (NotFound, FormatError):
         return None
     except StorageError as error:
         if error.kind is StorageErrorKind.SHORT_READ:
             return None
         raise
-    packed, parent, extras = data[:-64], data[-64:-32], data[-32:]
-    if key_of_packed(digest, parent, packed, extras) != key:
-        return None
-    tokens = struct.unpack(f"<{layout.chunk_tokens}i", packed)
-    return ChunkId(key, parent, tokens, extras, 0 if parent == ROOT else -1)
+    chunk = parse_ids(data, layout, digest)
+    return chunk if chunk.key == key else None

@@ -153,9 +153,9 @@ class ShuffleZstd:
 
     def plain_range(self, span: range, layout: ChunkLayout, key: bytes, read: Read) -> bytes:
         """See `Codec`."""
-        own, ids = packed_layout(layout), layout.tokens_range.start
-        if ids <= span.start and span.stop <= layout.extras_range.stop:
-            return read(own.ids_start + span.start - ids, len(span))
+        own, ids = packed_layout(layout), layout.ids_range
+        if ids.start <= span.start and span.stop <= ids.stop:
+            return read(own.ids_start + span.start - ids.start, len(span))
         return packed.plain_range(read(0, own.info_bytes), span, own, self.compressor, read)
 
     def beginning(self, head: Buffer, file_size: int, layout: ChunkLayout, key: bytes) -> tuple[memoryview, int]:

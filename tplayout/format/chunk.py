@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from tplayout.errors import FormatError, GeometryError, Reason
 from tplayout.format.digest import CellHasher
 from tplayout.format.header import Header, parse_header
-from tplayout.format.keys import ROOT, ChunkId, chunk_key, key_of_packed, pack_tokens
+from tplayout.format.keys import KEY_BYTES, ROOT, ChunkId, chunk_key, key_of_packed, pack_tokens
 from tplayout.format.layout import ALIGN, ChunkLayout, layout_of
 from tplayout.format.sharding import Shard, whole
 
@@ -122,11 +122,15 @@ def read_chunk_id(buf: Buffer, layout: ChunkLayout, namespace: bytes) -> ChunkId
     buf: at least up to the extras. The index is not in the object and is -1, or 0 for a first chunk.
     """
     view = memoryview(buf).cast("B")
-    if len(view) < layout.extras_range.stop:
+    if len(view) < layout.ids_range.stop:
         _check_length(len(view), layout.nbytes)
-    packed = bytes(view[_cut(layout.tokens_range)])
-    parent = bytes(view[_cut(layout.parent_range)])
-    extras = bytes(view[_cut(layout.extras_range)])
+    return parse_ids(view[_cut(layout.ids_range)], layout, namespace)
+
+
+def parse_ids(ids: Buffer, layout: ChunkLayout, namespace: bytes) -> ChunkId:
+    """As `read_chunk_id`. ids: the object's bytes layout.ids_range alone."""
+    data = bytes(ids)
+    packed, parent, extras = data[: -2 * KEY_BYTES], data[-2 * KEY_BYTES : -KEY_BYTES], data[-KEY_BYTES:]
     key = key_of_packed(namespace, parent, packed, extras)
     tokens = struct.unpack(f"<{layout.chunk_tokens}i", packed)
     return ChunkId(key, parent, tokens, extras, 0 if parent == ROOT else -1)

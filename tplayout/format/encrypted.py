@@ -171,7 +171,7 @@ def encrypted_layout(layout: ChunkLayout, key_id: str) -> EncryptedLayout:
     if layout.cell_bytes + TAG_BYTES > MAX_SEALED_BYTES:
         raise GeometryError(f"cells of {layout.cell_bytes} bytes are too large to be encrypted: use smaller chunks")
     cells = layout.group.heads * len(layout.group.layers)
-    ids = layout.extras_range.stop - layout.tokens_range.start + cells * layout.digest_size
+    ids = len(layout.ids_range) + cells * layout.digest_size
     return EncryptedLayout(layout, key_id, ids, _encode(layout, key_id, ids))
 
 
@@ -197,7 +197,7 @@ def encrypt(
     out = memoryview(bytearray(layout.nbytes))
     out[: len(layout.header)] = layout.header
     out[_cut(layout.salt_range)] = salt
-    ids = b"".join([bytes(view[_cut(_plain_ids(layout))]), *(view[_cut(span)] for span in _tables(layout))])
+    ids = b"".join([bytes(view[_cut(layout.plain.ids_range)]), *(view[_cut(span)] for span in _tables(layout))])
     out[_cut(layout.ids_range)] = aead.seal(_nonce(0), ids, coordinates(chunk_key, name, _IDS, _IDS))
     for cell in range(layout.cells):
         where = coordinates(chunk_key, name, *layout.coordinates(cell))
@@ -346,7 +346,7 @@ class _Opener:
         """(offset in the plain object, bytes) of everything but cells and padding."""
         yield 0, self._layout.plain.header
         at = 0
-        for span in (_plain_ids(self._layout), *_tables(self._layout)):
+        for span in (self._layout.plain.ids_range, *_tables(self._layout)):
             yield span.start, self._ids[at : at + len(span)]
             at += len(span)
 
@@ -359,11 +359,6 @@ class _Opener:
             raise FormatError(
                 error.reason, f"group {self._layout.plain.group.name!r}, {what}: {error.detail}"
             ) from None
-
-
-def _plain_ids(layout: EncryptedLayout) -> range:
-    """Tokens, parent and extras in the plain object."""
-    return range(layout.plain.tokens_range.start, layout.plain.extras_range.stop)
 
 
 def _tables(layout: EncryptedLayout) -> Iterator[range]:

@@ -68,6 +68,11 @@ class ChunkLayout:
         """Digest of the extras, 32 bytes."""
         return range(self.parent_range.stop, self.parent_range.stop + KEY_BYTES)
 
+    @property
+    def ids_range(self) -> range:
+        """Tokens, parent and extras, which follow one another: what the chunk's key is made of."""
+        return range(self.tokens_range.start, self.extras_range.stop)
+
     def head_section(self, head: int) -> range:
         """Digests, cells and padding of one head."""
         if not 0 <= head < self.group.heads:

@@ -69,19 +69,19 @@ class PackedLayout:
 
     @property
     def ids_start(self) -> int:
-        """Where tokens, parent and extras start; they follow one another as in the plain object."""
+        """Where tokens, parent and extras start."""
         return self.data_start + self.plain.digest_size
 
     @property
-    def ids_bytes(self) -> int:
-        """Of tokens, parent and extras."""
-        return self.plain.extras_range.stop - self.plain.tokens_range.start
+    def ids_range(self) -> range:
+        """Tokens, parent and extras; they follow one another as in the plain object."""
+        return range(self.ids_start, self.ids_start + len(self.plain.ids_range))
 
     def digests_range(self, head: int) -> range:
         """Digests of a head's cells."""
         layers = len(self.plain.group.layers)
         own = layers * self.plain.digest_size
-        start = self.ids_start + self.ids_bytes + head * (own + layers * self.planes * _LENGTH_BYTES)
+        start = self.ids_range.stop + head * (own + layers * self.planes * _LENGTH_BYTES)
         return range(start, start + own)
 
     def lengths_range(self, head: int) -> range:
@@ -105,9 +105,8 @@ def packed_layout(layout: ChunkLayout) -> PackedLayout:
     planes = group.heads * len(group.layers) * group.element_bytes
     # Offsets grow with the lengths: no header is longer than that of planes which did not get smaller.
     data_start = len(_encode(layout, [layout.cell_bytes // group.element_bytes] * planes, 0))
-    ids = layout.extras_range.stop - layout.tokens_range.start
     tables = group.heads * len(group.layers) * layout.digest_size + planes * _LENGTH_BYTES
-    return PackedLayout(layout, data_start, data_start + layout.digest_size + ids + tables)
+    return PackedLayout(layout, data_start, data_start + layout.digest_size + len(layout.ids_range) + tables)
 
 
 def pack(plain: Buffer, layout: PackedLayout, hasher: CellHasher, compressor: Compressor) -> bytearray:
@@ -131,8 +130,7 @@ def pack(plain: Buffer, layout: PackedLayout, hasher: CellHasher, compressor: Co
             buf += stored
     out = memoryview(buf)
     out[: layout.data_start] = layout.header(lengths)
-    ids = layout.plain.tokens_range.start
-    out[layout.ids_start : layout.ids_start + layout.ids_bytes] = view[ids : ids + layout.ids_bytes]
+    out[_cut(layout.ids_range)] = view[_cut(layout.plain.ids_range)]
     of_head = len(lengths) // layout.plain.group.heads
     for head in range(layout.plain.group.heads):
         digests = layout.plain.digests_range(head, range(len(layout.plain.group.layers)))
@@ -270,7 +268,7 @@ def _expand(stored: memoryview, lengths: Sequence[int], layout: PackedLayout, co
 def _beginning(view: memoryview, layout: PackedLayout) -> Iterator[tuple[int, Buffer]]:
     """(offset in the plain object, bytes) of everything but cells and padding."""
     yield 0, layout.plain.header
-    yield layout.plain.tokens_range.start, view[layout.ids_start : layout.ids_start + layout.ids_bytes]
+    yield layout.plain.ids_range.start, view[_cut(layout.ids_range)]
     for head in range(layout.plain.group.heads):
         yield layout.plain.head_section(head).start, view[_cut(layout.digests_range(head))]
 
