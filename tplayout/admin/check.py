@@ -19,11 +19,11 @@ from tplayout.errors import (
     StorageErrorKind,
     as_damage,
 )
-from tplayout.format.chunk import read_chunk_id, verify
+from tplayout.format.chunk import check_info, read_chunk_id, verify
 from tplayout.format.digest import CellHasher
 from tplayout.format.header import LENGTH_BYTES, header_size, parse_header
 from tplayout.format.keys import ChunkId, object_name
-from tplayout.format.layout import ChunkLayout, layout_of, stated_layout
+from tplayout.format.layout import ChunkLayout, stated_layout
 from tplayout.storage.base import Store
 
 
@@ -155,7 +155,7 @@ class Checker:
                 context.codec.check_head(head, stored.size, layout)
                 return Verdict(nbytes=wanted, sealed=True)
             plain, size = context.codec.beginning(head, stored.size, layout, stored.key)
-            chunk = check_beginning(plain, size, layout, context.digest, stored.key)
+            chunk = check_info(plain, size, layout, context.digest, stored.key)
             return Verdict(chunk, nbytes=wanted)
         except StorageError as error:
             return Verdict(fault=_of_length(error))
@@ -216,34 +216,6 @@ class Checker:
         if buf is None or len(buf) < nbytes:
             buf = self._buffers.view = memoryview(bytearray(nbytes))
         return buf[:nbytes]
-
-
-def check_beginning(
-    head: bytes | memoryview, file_size: int, layout: ChunkLayout, digest: bytes, expected_key: bytes
-) -> ChunkId:
-    """Check an object by its size and its first layout.sections bytes (fewer if it is shorter): all but cells.
-
-    digest: of the identity. Raises FormatError.
-    """
-    view = memoryview(head)
-    if view[: layout.data_start] != layout.header:
-        theirs = layout_of(parse_header(view[: header_size(view, file_size)], file_size))
-        if theirs.group_index != layout.group_index:
-            raise FormatError(Reason.WRONG_GROUP, f"group {theirs.group_index}, must be {layout.group_index}")
-        same = theirs == layout
-        reason = Reason.BAD_HEADER if same else Reason.WRONG_GEOMETRY
-        raise FormatError(reason, "right content in other bytes" if same else "laid out for another geometry or digest")
-    if file_size != layout.nbytes:
-        reason = Reason.TRUNCATED if file_size < layout.nbytes else Reason.TRAILING
-        raise FormatError(reason, f"{file_size} bytes, must be {layout.nbytes}")
-    chunk = read_chunk_id(view, layout, digest)
-    if chunk.key != expected_key:
-        raise FormatError(Reason.WRONG_KEY, f"content gives {chunk.key.hex()}, not {expected_key.hex()}")
-    if min(chunk.tokens) < 0:
-        raise FormatError(Reason.BAD_TOKENS, f"token id {min(chunk.tokens)} is negative")
-    if any(view[layout.extras_range.stop : layout.sections]):
-        raise FormatError(Reason.BAD_PADDING, "not zero behind the extras")
-    return chunk
 
 
 _MISNAMED = (

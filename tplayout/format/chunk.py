@@ -6,6 +6,7 @@ and `verify` accepts a buffer only if every byte of it is accounted for. Neither
 
 import struct
 from collections.abc import Mapping
+from itertools import islice
 
 from tplayout.errors import FormatError, GeometryError, Reason
 from tplayout.format.digest import CellHasher
@@ -68,18 +69,28 @@ def verify(buf: Buffer, layout: ChunkLayout, namespace: bytes, expected_key: byt
     """
     _check_hasher(layout, hasher)
     view = memoryview(buf).cast("B")
+    chunk = check_info(view, len(view), layout, namespace, expected_key)
+    for pad in islice(layout.pads(), 1, None):
+        _check_padding(view, pad)
+    verify_shard({range(layout.nbytes): view}, layout, chunk.key, hasher, whole(layout.group))
+    return chunk
+
+
+def check_info(head: Buffer, file_size: int, layout: ChunkLayout, namespace: bytes, expected_key: bytes) -> ChunkId:
+    """Check an object by its size and its first layout.sections bytes: all but what its heads hold.
+
+    head: these bytes or more; fewer if the object is shorter. Otherwise as `verify`.
+    """
+    view = memoryview(head).cast("B")
     if bytes(view[: layout.data_start]) != layout.header:
-        raise _header_fault(view, layout)
-    _check_length(len(view), layout.nbytes)
+        raise _header_fault(view, file_size, layout)
+    _check_length(file_size, layout.nbytes)
     chunk = read_chunk_id(view, layout, namespace)
     if chunk.key != expected_key:
         raise FormatError(Reason.WRONG_KEY, f"content belongs to {chunk.key.hex()}, not to {expected_key.hex()}")
     if min(chunk.tokens) < 0:
         raise FormatError(Reason.BAD_TOKENS, f"token id {min(chunk.tokens)} is negative")
-    for pad in layout.pads():
-        if bytes(view[_cut(pad)]) != _ZEROS[: len(pad)]:
-            raise FormatError(Reason.BAD_PADDING, f"not zero between byte {pad.start} and {pad.stop}")
-    verify_shard({range(layout.nbytes): view}, layout, chunk.key, hasher, whole(layout.group))
+    _check_padding(view, next(layout.pads()))
     return chunk
 
 
@@ -153,6 +164,11 @@ def _check_length(got: int, wanted: int) -> None:
         raise FormatError(reason, f"{got} bytes, must be {wanted}")
 
 
+def _check_padding(view: memoryview, pad: range) -> None:
+    if bytes(view[_cut(pad)]) != _ZEROS[: len(pad)]:
+        raise FormatError(Reason.BAD_PADDING, f"not zero between byte {pad.start} and {pad.stop}")
+
+
 def _check_hasher(layout: ChunkLayout, hasher: CellHasher) -> None:
     if hasher.name != layout.digest_name:
         raise FormatError(Reason.WRONG_DIGEST, f"object has {layout.digest_name}, the hasher is {hasher.name}")
@@ -160,9 +176,9 @@ def _check_hasher(layout: ChunkLayout, hasher: CellHasher) -> None:
         raise FormatError(Reason.WRONG_SECRET, f"object has {layout.key_id}, the secret is {hasher.key_id}")
 
 
-def _header_fault(view: memoryview, layout: ChunkLayout) -> FormatError:
+def _header_fault(view: memoryview, file_size: int, layout: ChunkLayout) -> FormatError:
     """Why a header is not the expected one. Returns, or raises, the error."""
-    header = parse_header(view, len(view))
+    header = parse_header(view, file_size)
     fault = stated_fault(layout_of(header), layout)
     return tensor_fault(header, parse_header(layout.header, layout.nbytes)) if fault is None else fault
 
