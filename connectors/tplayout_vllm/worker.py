@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tplayout.errors import TPLayoutError
-from tplayout.format.layout import chunk_layout
+from tplayout.format.layout import layouts_of
 from tplayout.format.sharding import head_range, writes
 from tplayout.staging.log_limit import LogLimit
 from tplayout.staging.region import Region
@@ -222,7 +222,7 @@ class _Attached:
     def __init__(self, ref: StagingRef, layers: Sequence[FoundLayer], tp: tuple[int, int], pp_rank: int) -> None:
         self.ref = ref
         geometry = ref.geometry
-        self._layouts = [chunk_layout(geometry, g, ref.digest, ref.key_id) for g in range(len(geometry.groups))]
+        self._layouts = layouts_of(geometry, ref.digest, ref.key_id)
         self._heads = [head_range(group.heads, *tp) for group in geometry.groups]
         self.writes = [writes(group.heads, *tp) for group in geometry.groups]
         self._marks = {g: ref.writers[g].index((pp_rank, tp[1])) for g in ref.marks_of((pp_rank, tp[1]))}

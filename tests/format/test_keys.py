@@ -211,3 +211,11 @@ def test_arguments_of_prefix_extras_are_refused_by_name() -> None:
 def test_what_are_no_extras_is_refused(extras: object) -> None:
     with pytest.raises(ConfigError, match=r"^extras must be pairs"):
         k.extras_digest(extras)  # type: ignore[arg-type]
+
+
+def test_the_directory_of_a_namespace() -> None:
+    name = k.namespace_name(bytes(range(32)))
+    assert name == bytes(range(16)).hex()
+    assert k.is_namespace(name)
+    for text in (name[:-1], name + "0", name.upper(), "", f"{name}/", f"{name}\n"):
+        assert not k.is_namespace(text)

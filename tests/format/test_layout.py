@@ -15,7 +15,7 @@ from tplayout.errors import FormatError, GeometryError, Reason
 from tplayout.format.digest import DIGEST_BYTES, KEYED
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.header import Header, parse_header
-from tplayout.format.layout import ALIGN, chunk_layout, layout_of
+from tplayout.format.layout import ALIGN, chunk_layout, layout_of, layouts_of
 from tplayout.format.sharding import Shard, whole
 
 DTYPES = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "U8")
@@ -199,3 +199,8 @@ def test_metadata_says_what_the_format_says(make_sealed: Callable[..., Any]) -> 
         "tplayout",
     ]
     assert json.loads(text["__metadata__"]["group"]) == sealed.layout.group.to_json()
+
+
+def test_layouts_of_all_groups(tiny: Geometry) -> None:
+    layouts = layouts_of(tiny, KEYED, "0" * 16)
+    assert layouts == tuple(chunk_layout(tiny, index, KEYED, "0" * 16) for index in range(len(tiny.groups)))

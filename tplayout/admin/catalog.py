@@ -17,14 +17,13 @@ from tplayout.errors import ConfigError, FormatError, NotFound, Reason, Unavaila
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.identity import NamespaceDocument
-from tplayout.format.keys import namespace_object, parse_object_name
-from tplayout.format.layout import ChunkLayout, chunk_layout
+from tplayout.format.keys import is_namespace, namespace_object, parse_object_name
+from tplayout.format.layout import ChunkLayout, layouts_of
 from tplayout.storage.base import ObjectInfo, Store
 
 RESERVED = "tplayout-"
 QUARANTINE = f"{RESERVED}quarantine"
 
-_NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _SOME_HEX = re.compile(r"[0-9a-f]{4,32}")
 
 
@@ -85,11 +84,10 @@ class Namespace:
             raise self.fault
         return self.document
 
-    def layouts(self) -> list[ChunkLayout]:
+    def layouts(self) -> tuple[ChunkLayout, ...]:
         """The layout of each group. Raises as `known`."""
         document = self.known()
-        facts, geometry = document.storage, document.identity.geometry
-        return [chunk_layout(geometry, index, facts.digest, facts.key_id) for index in range(len(geometry.groups))]
+        return layouts_of(document.identity.geometry, document.storage.digest, document.storage.key_id)
 
     def most_bytes(self) -> int:
         """Bytes of the largest object that the geometry allows. Raises as `known`."""
@@ -234,7 +232,7 @@ def _sort_in(catalog: Catalog, info: ObjectInfo) -> None:
     if directory.startswith(RESERVED) and rest:
         catalog.tools.append(info)
         return
-    if _NAMESPACE.fullmatch(directory) and rest == "namespace.json":
+    if is_namespace(directory) and rest == "namespace.json":
         catalog.namespaces.setdefault(directory, Namespace(directory)).info = info
         return
     try:

@@ -5,7 +5,6 @@ Tools get their identity from namespace.json, so they need no model.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,11 +26,17 @@ from tplayout.format.chunk import Buffer, parse_ids, verify
 from tplayout.format.digest import KEYED, XXH3, CellHasher, secret_id
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
-from tplayout.format.keys import ChunkId, ObjectName, namespace_object, object_name, parse_object_name
-from tplayout.format.layout import CODEC_AES_256_GCM, CODEC_NONE, ChunkLayout, chunk_layout
+from tplayout.format.keys import (
+    ChunkId,
+    ObjectName,
+    is_namespace,
+    namespace_name,
+    namespace_object,
+    object_name,
+    parse_object_name,
+)
+from tplayout.format.layout import CODEC_AES_256_GCM, CODEC_NONE, ChunkLayout, chunk_layout, layouts_of
 from tplayout.storage.base import ObjectInfo, Store
-
-_DOCUMENT = re.compile(r"([0-9a-f]{32})/namespace\.json")
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class OpenNamespace:
     @property
     def name(self) -> str:
         """Its directory in the store, 32 hex digits."""
-        return self.digest.hex()[:32]
+        return namespace_name(self.digest)
 
     @property
     def chunk_tokens(self) -> int:
@@ -65,7 +70,7 @@ class OpenNamespace:
     @property
     def layouts(self) -> tuple[ChunkLayout, ...]:
         """Of each group."""
-        return tuple(self.layout(index) for index in range(len(self.identity.geometry.groups)))
+        return layouts_of(self.identity.geometry, self.hasher.name, self.hasher.key_id)
 
     @cached_property
     def codec(self) -> Codec:
@@ -161,8 +166,8 @@ class OpenNamespace:
 
 def names(store: Store) -> list[str]:
     """The namespaces of a store that have a document, sorted."""
-    found = (_DOCUMENT.fullmatch(info.key) for info in store.list())
-    return sorted(match[1] for match in found if match)
+    found = (info.key.partition("/") for info in store.list())
+    return sorted(directory for directory, _, rest in found if is_namespace(directory) and rest == "namespace.json")
 
 
 def open_namespace(store: Store, name: str, secrets: Secrets = NO_SECRETS) -> OpenNamespace:

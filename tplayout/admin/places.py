@@ -5,16 +5,15 @@ other, a file where a directory belongs, a directory that is not there.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from pathlib import Path
 
 from tplayout.errors import ConfigError, Forbidden, Unavailable
+from tplayout.format.keys import is_namespace
 from tplayout.storage.base import Store
 from tplayout.storage.url import absolute_url
 
 _FILE = "file://"
-_NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 
 def path_of(url: str) -> Path | None:
@@ -65,7 +64,7 @@ def check_store(store: Store) -> None:
             raise Unavailable(f"{store.url}: there is no such directory; is the path right, and mounted?") from None
         if not stat.S_ISDIR(mode):
             raise ConfigError(f"{path} is a file; a store is a directory; `tplayout import` reads what export wrote")
-    if _NAMESPACE.fullmatch(name) and store.exists(["namespace.json"])[0]:
+    if is_namespace(name) and store.exists(["namespace.json"])[0]:
         raise ConfigError(f"{store.url} is a namespace of the store {above}: name that, and {name} as its namespace")
 
 

@@ -33,8 +33,8 @@ from tplayout.format.digest import CellHasher
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
-from tplayout.format.keys import KEY_BYTES, ChunkId, Extras, chain, object_name
-from tplayout.format.layout import ChunkLayout, chunk_layout
+from tplayout.format.keys import KEY_BYTES, ChunkId, Extras, chain, namespace_name, object_name
+from tplayout.format.layout import ChunkLayout, chunk_layout, layouts_of
 from tplayout.format.sharding import Shard, check_cover, whole
 from tplayout.storage.base import Store
 
@@ -55,7 +55,7 @@ class Cache:
         self._hasher = hasher
         self._owned = owned
         self._digest = identity.digest()
-        layouts = [self._layout(index) for index in range(len(self.geometry.groups))]
+        layouts = layouts_of(self.geometry, hasher.name, hasher.key_id)
         self._objects = plain_store(store, self.namespace, layouts, codec)
 
     @classmethod
@@ -117,7 +117,7 @@ class Cache:
     @property
     def namespace(self) -> str:
         """The directory in the store, 32 hex digits."""
-        return self._digest.hex()[:32]
+        return namespace_name(self._digest)
 
     def chunks(self, tokens: Iterable[int], extras: Extras | ExtrasOf = ()) -> list[ChunkId]:
         """The full chunks of a prompt, in order; the rest of fewer than chunk_tokens has none.

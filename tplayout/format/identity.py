@@ -16,6 +16,7 @@ from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
 from tplayout.format.canonical import canonical_json, parse_json
 from tplayout.format.digest import KEYED, digest_bytes
 from tplayout.format.geometry import Geometry
+from tplayout.format.keys import namespace_name
 from tplayout.format.layout import CODEC_AES_256_GCM, CODEC_NONE, FORMAT_VERSION, check_codec, is_key_id
 
 MAX_DOCUMENT_BYTES = 4 * 2**20
@@ -89,7 +90,7 @@ class Identity:
     @property
     def namespace(self) -> str:
         """32 hex digits: the namespace's directory."""
-        return self.digest().hex()[:32]
+        return namespace_name(self.digest())
 
     def diff(self, other: "Identity") -> list[tuple[str, Any, Any]]:
         """Fields that differ as (dotted path, ours, theirs); ABSENT stands for a field one side lacks."""

@@ -192,8 +192,18 @@ def parse_object_name(name: str) -> ObjectName:
     return ObjectName(match["ns"], bytes.fromhex(match["key"]), int(match["group"]))
 
 
+def namespace_name(digest: bytes) -> str:
+    """The directory of a namespace, 32 hex digits. digest: of the identity."""
+    return digest.hex()[:32]
+
+
+def is_namespace(text: str) -> bool:
+    """Whether it can be the directory of a namespace."""
+    return _NAMESPACE.fullmatch(text) is not None
+
+
 def namespace_object(namespace_hex: str) -> str:
     """Store key of a namespace's document."""
-    if not _NAMESPACE.fullmatch(namespace_hex):
+    if not is_namespace(namespace_hex):
         raise GeometryError(f"{namespace_hex!r} is no namespace: 32 hex digits")
     return f"{namespace_hex}/namespace.json"

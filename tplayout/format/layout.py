@@ -146,6 +146,11 @@ def chunk_layout(geometry: Geometry, group_index: int, digest_name: str, key_id:
     return _layout(geometry.groups[group_index], group_index, geometry.chunk_tokens, digest_name, key_id)
 
 
+def layouts_of(geometry: Geometry, digest_name: str, key_id: str | None = None) -> tuple[ChunkLayout, ...]:
+    """Layouts of all groups of a geometry; see `chunk_layout`."""
+    return tuple(chunk_layout(geometry, index, digest_name, key_id) for index in range(len(geometry.groups)))
+
+
 def layout_of(header: Header) -> ChunkLayout:
     """The layout that a plain chunk's header declares, for tools that have no geometry at hand.
 

@@ -21,7 +21,7 @@ from tplayout.cache.packing import plain_store
 from tplayout.cache.pruning import Chunk, link, victims
 from tplayout.errors import TPLayoutError
 from tplayout.format.keys import ROOT, parse_object_name
-from tplayout.format.layout import CODEC_NONE, CODEC_SHUFFLE_ZSTD, ChunkLayout, chunk_layout
+from tplayout.format.layout import CODEC_NONE, CODEC_SHUFFLE_ZSTD, ChunkLayout, layouts_of
 from tplayout.storage.base import TEMPORARY_AGE_S, Store
 from tplayout.storage.capped import CappedStore
 
@@ -141,12 +141,11 @@ class Evictor:
             return self._own
         try:
             document = read_document(self._store, namespace)
-            facts, geometry = document.storage, document.identity.geometry
+            facts = document.storage
             if facts.codec not in _WITHOUT_A_KEY:
                 return None
             require(facts.codec)
-            groups = range(len(geometry.groups))
-            layouts = [chunk_layout(geometry, group, facts.digest, facts.key_id) for group in groups]
+            layouts = layouts_of(document.identity.geometry, facts.digest, facts.key_id)
             plain = plain_store(self._store, namespace, layouts, make_codec(facts.codec, None))
         except TPLayoutError:
             return None

@@ -23,7 +23,7 @@ from tplayout.errors import (
 )
 from tplayout.format.chunk import read_chunk_id, verify, write_digests
 from tplayout.format.digest import CellHasher
-from tplayout.format.keys import ROOT, namespace_object, object_name
+from tplayout.format.keys import ROOT, namespace_name, namespace_object, object_name
 from tplayout.format.layout import ChunkLayout
 from tplayout.staging.eviction import Evictor
 from tplayout.staging.protocol import NAMESPACE_DIFFERS, Load, Loaded, Probe, Probed, Save, Saved
@@ -57,7 +57,7 @@ class Bench:
     @property
     def namespace_name(self) -> str:
         """The namespace's directory in the store."""
-        return self.namespace.hex()[:32]
+        return namespace_name(self.namespace)
 
     def put(self, name: str, data: Buffer, key: bytes = b"", parent: bytes = ROOT) -> None:
         """Put an object, and make room for it first if that must be. key, parent: of a chunk. Raises StorageError."""

@@ -27,7 +27,8 @@ from tplayout.errors import FormatError, TPLayoutError
 from tplayout.format.digest import make_hasher
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
-from tplayout.format.layout import chunk_layout
+from tplayout.format.keys import namespace_name
+from tplayout.format.layout import layouts_of
 from tplayout.staging import io_jobs
 from tplayout.staging.eviction import Evictor, Opened
 from tplayout.staging.priority import prefer
@@ -305,20 +306,20 @@ def open_bench(config: Config, region_fd: int) -> io_jobs.Bench:
     hasher = make_hasher(config.digest, secret)
     key = None if config.encryption_key is None else EncryptionKey(bytes.fromhex(config.encryption_key))
     geometry = Geometry.from_json(config.geometry)
-    groups = range(len(geometry.groups))
-    layouts = tuple(chunk_layout(geometry, group, hasher.name, hasher.key_id) for group in groups)
+    layouts = layouts_of(geometry, hasher.name, hasher.key_id)
     require(config.codec)
     store = open_store(config.url, config.storage_options, config.timeout_s, config.max_bytes)
-    namespace = config.namespace[:32]
+    digest = bytes.fromhex(config.namespace)
+    namespace = namespace_name(digest)
     codec = make_codec(config.codec, hasher, None if key is None else key.id, key)
     plain = plain_store(store, namespace, layouts, codec)
-    own = Opened(namespace, plain, layouts, bytes.fromhex(config.namespace))
+    own = Opened(namespace, plain, layouts, digest)
     return io_jobs.Bench(
         store=plain,
         region=Region.adopt(region_fd, config.region_bytes, config.region_token),
         layouts=layouts,
         hasher=hasher,
-        namespace=bytes.fromhex(config.namespace),
+        namespace=digest,
         document=config.document.encode(),
         agreed=config.agreed,
         evictor=Evictor(store, own) if isinstance(store, CappedStore) else None,

@@ -10,7 +10,7 @@ from tplayout.errors import ConfigError
 from tplayout.format.digest import CellHasher, make_hasher
 from tplayout.format.encrypted import EncryptionKey
 from tplayout.format.geometry import Geometry
-from tplayout.format.layout import CODEC_NONE, ChunkLayout, chunk_layout
+from tplayout.format.layout import CODEC_NONE, ChunkLayout, layouts_of
 from tplayout.staging.protocol import Config
 from tplayout.staging.region import Region, RegionPlan
 
@@ -82,9 +82,7 @@ class StagingPlan:
     @cached_property
     def layouts(self) -> tuple[ChunkLayout, ...]:
         """Layout of each group's object."""
-        hasher = self.hasher
-        groups = range(len(self.geometry.groups))
-        return tuple(chunk_layout(self.geometry, group, hasher.name, hasher.key_id) for group in groups)
+        return layouts_of(self.geometry, self.hasher.name, self.hasher.key_id)
 
     @property
     def region_plan(self) -> RegionPlan:
