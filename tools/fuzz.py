@@ -28,14 +28,9 @@ from tplayout.cache.codec import Gcm, Zstd  # noqa: E402
 from tplayout.errors import FormatError, GeometryError  # noqa: E402
 from tplayout.format.chunk import seal, verify  # noqa: E402
 from tplayout.format.digest import CellHasher, make_hasher  # noqa: E402
-from tplayout.format.encrypted import (  # noqa: E402
-    SALT_BYTES,
-    EncryptionKey,
-    check_stored,
-    decrypt,
-    encrypt,
-    encrypted_layout,
-)
+from tplayout.format.encrypted import check_stored, decrypt, encrypt  # noqa: E402
+from tplayout.format.encrypted_layout import SALT_BYTES, encrypted_layout  # noqa: E402
+from tplayout.format.encryption_key import EncryptionKey  # noqa: E402
 from tplayout.format.geometry import Geometry, Group, Part  # noqa: E402
 from tplayout.format.header import parse_header  # noqa: E402
 from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts, parse_namespace_document  # noqa: E402

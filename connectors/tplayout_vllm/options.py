@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from tplayout.arguments import SIZE_EXAMPLES, parse_size
 from tplayout.errors import ConfigError
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.key_files import (
     ENCRYPTION_KEY_ENV,
     SECRET_ENV,

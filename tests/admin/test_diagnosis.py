@@ -19,7 +19,7 @@ from tplayout.admin.diagnosis import (
     vllm,
 )
 from tplayout.format.digest import secret_id
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 
 
 @pytest.fixture

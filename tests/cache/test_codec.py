@@ -22,7 +22,7 @@ from tplayout.cache.codec import (
 from tplayout.errors import ConfigError, FormatError, Reason
 from tplayout.format.chunk import seal
 from tplayout.format.digest import CellHasher, make_hasher
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.keys import ChunkId, chain
 from tplayout.format.layout import CODECS, ChunkLayout, chunk_layout
 

@@ -12,7 +12,7 @@ from tplayout.cache.packing import PackingStore, plain_store
 from tplayout.errors import FormatError, GeometryError, NotFound, Reason, StorageError, StorageErrorKind, StorageTimeout
 from tplayout.format.chunk import seal, verify
 from tplayout.format.digest import make_hasher
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.keys import chain, object_name
 from tplayout.format.layout import ChunkLayout, chunk_layout

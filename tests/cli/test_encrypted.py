@@ -12,7 +12,7 @@ from tests.support.sample_stores import content
 from tests.support.tool import ask, call, refused
 from tplayout.admin.journal import Journal
 from tplayout.cache import Cache
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 KEY_ID, OTHER_ID = EncryptionKey(KEY).id, EncryptionKey(OTHER).id

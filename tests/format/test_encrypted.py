@@ -19,18 +19,9 @@ from tplayout.cache.codec import Gcm
 from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
 from tplayout.format.chunk import seal, verify, verify_shard
 from tplayout.format.digest import DIGEST_BYTES, KEYED, make_hasher
-from tplayout.format.encrypted import (
-    EncryptedLayout,
-    EncryptionKey,
-    check_info,
-    check_stored,
-    decrypt,
-    encrypt,
-    encrypted_layout,
-    plain_beginning,
-    plain_range,
-    salvage,
-)
+from tplayout.format.encrypted import check_info, check_stored, decrypt, encrypt, plain_beginning, plain_range, salvage
+from tplayout.format.encrypted_layout import EncryptedLayout, encrypted_layout
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.keys import chain
 from tplayout.format.layout import chunk_layout

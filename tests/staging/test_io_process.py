@@ -15,7 +15,7 @@ import pytest
 from tplayout.errors import FormatError
 from tplayout.format.chunk import verify
 from tplayout.format.digest import make_hasher
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.layout import chunk_layout
 
 HERE = Path(__file__).parent

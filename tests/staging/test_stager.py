@@ -7,7 +7,7 @@ import pytest
 from tplayout.cache.codec import make_codec
 from tplayout.errors import ConfigError
 from tplayout.format.chunk import verify
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.staging.slots import SlotRef
 
 

@@ -13,7 +13,7 @@ from sim_store import Sim
 from tplayout.admin.catalog import Secrets
 from tplayout.admin.copy import recode
 from tplayout.admin.namespaces import names, open_namespace
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.storage.url import open_store
 
 

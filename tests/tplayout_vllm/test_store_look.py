@@ -13,7 +13,7 @@ from sim_store import Sim
 from tests.support.documents import namespace_document
 from tests.support.rights import unprivileged
 from tplayout.errors import ConfigError, Forbidden
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.geometry import Geometry, Group, Part
 from tplayout.format.identity import Identity
 from tplayout.storage.local import LocalStore

@@ -13,7 +13,7 @@ from bench.objects import Objects
 from bench.pages import Case, cells_of, copying, paged
 from tplayout.cache.codec import Aes256Gcm
 from tplayout.format.digest import make_hasher
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.storage import open_store
 
 SHARE = 0.15

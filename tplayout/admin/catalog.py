@@ -15,7 +15,7 @@ from tplayout.cache.namespace import read_document as read_namespace_document
 from tplayout.cache.packing import plain_store
 from tplayout.errors import ConfigError, FormatError, NotFound, Reason, Unavailable
 from tplayout.format.digest import CellHasher, make_hasher
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.identity import NamespaceDocument
 from tplayout.format.keys import is_namespace, namespace_object, parse_object_name
 from tplayout.format.layout import ChunkLayout, layouts_of

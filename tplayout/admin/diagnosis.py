@@ -19,7 +19,7 @@ from tplayout import __version__
 from tplayout.cache.codec import require
 from tplayout.errors import ConfigError
 from tplayout.format.digest import secret_id
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.layout import CODEC_AES_256_GCM
 from tplayout.key_files import (
     ENCRYPTION_KEY_ENV,

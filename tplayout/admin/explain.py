@@ -19,7 +19,7 @@ from tplayout.admin.wanted import Wanted
 from tplayout.cache.prefix import servable
 from tplayout.errors import FormatError
 from tplayout.format.digest import secret_id
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.identity import Identity
 from tplayout.format.keys import ChunkId, chain, object_name, prefix_extras
 from tplayout.storage.base import Store

@@ -17,7 +17,7 @@ from tplayout.cache.codec import Aes256Gcm, Codec, check_key, make_codec, requir
 from tplayout.errors import ConfigError, FormatError, NotFound, Reason, StorageError, StorageErrorKind
 from tplayout.format.chunk import read_chunk_id, verify
 from tplayout.format.digest import CellHasher
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.header import MAX_HEADER_BYTES, header_size, parse_header
 from tplayout.format.keys import ChunkId, parse_object_name
 from tplayout.format.layout import ChunkLayout, stated_layout

@@ -24,7 +24,7 @@ from tplayout.errors import (
 )
 from tplayout.format.chunk import Buffer, parse_ids, verify
 from tplayout.format.digest import KEYED, XXH3, CellHasher, secret_id
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
 from tplayout.format.keys import (
     ChunkId,

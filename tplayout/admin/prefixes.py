@@ -13,7 +13,7 @@ from tplayout.admin.catalog import Namespace, Stored, by_key, span_of
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Progress, silent
 from tplayout.cache.chunk_ids import read_id
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.format.keys import ROOT, ChunkId
 from tplayout.storage.base import Store

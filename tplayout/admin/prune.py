@@ -18,7 +18,7 @@ from tplayout.admin.progress import Progress, silent
 from tplayout.cache.chunk_ids import read_id
 from tplayout.cache.pruning import Chunk, link, victims
 from tplayout.errors import ConfigError
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.keys import chain, prefix_extras
 from tplayout.storage.base import TEMPORARY_AGE_S, ObjectInfo, Store
 

@@ -30,7 +30,7 @@ from tplayout.errors import (
 )
 from tplayout.format.chunk import seal, verify, verify_shard
 from tplayout.format.digest import CellHasher
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
 from tplayout.format.keys import KEY_BYTES, ChunkId, Extras, chain, namespace_name, object_name

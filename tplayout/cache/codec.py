@@ -15,7 +15,9 @@ from tplayout.errors import ConfigError, FormatError, Reason
 from tplayout.format import encrypted, packed
 from tplayout.format.chunk import Buffer
 from tplayout.format.digest import CellHasher
-from tplayout.format.encrypted import SALT_BYTES, Aead, EncryptedLayout, EncryptionKey, encrypted_layout
+from tplayout.format.encrypted import Aead
+from tplayout.format.encrypted_layout import SALT_BYTES, EncryptedLayout, encrypted_layout
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.layout import (
     CODEC_AES_256_GCM,
     CODEC_NONE,

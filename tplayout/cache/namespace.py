@@ -7,7 +7,7 @@ from tplayout.cache.codec import Codec, begun_codec, check_key, make_codec, requ
 from tplayout.errors import FormatError, NamespaceMismatch, NotFound, Reason, StorageError, as_damage
 from tplayout.format.canonical import parse_json
 from tplayout.format.digest import CellHasher, make_hasher
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.identity import (
     MAX_DOCUMENT_BYTES,
     Identity,

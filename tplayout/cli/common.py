@@ -32,7 +32,7 @@ from tplayout.storage.base import DEFAULT_TIMEOUT_S, Store
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tplayout.format.encrypted import EncryptionKey
+    from tplayout.format.encryption_key import EncryptionKey
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -75,7 +75,7 @@ def _secret(ctx: click.Context, param: click.Parameter, path: str | None) -> byt
 
 def encryption_key_of(ctx: click.Context, param: click.Parameter, path: str | None) -> EncryptionKey | None:
     """The key in the file that an option names; else, for --encryption-key-file, the environment's."""
-    from tplayout.format.encrypted import EncryptionKey
+    from tplayout.format.encryption_key import EncryptionKey
 
     if path is None and param.name != "encryption_key":
         return None

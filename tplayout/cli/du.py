@@ -26,7 +26,7 @@ from tplayout.cli.common import (
 )
 from tplayout.cli.describe import SHORT
 from tplayout.errors import ConfigError
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.storage.base import Store
 
 _EPILOG = """\b

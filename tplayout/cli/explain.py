@@ -31,7 +31,7 @@ from tplayout.cli.common import (
 )
 from tplayout.cli.describe import SHORT
 from tplayout.errors import ConfigError
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 
 _EPILOG = """\b
 JSON:

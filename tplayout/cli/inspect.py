@@ -25,7 +25,7 @@ from tplayout.cli.common import (
 )
 from tplayout.cli.describe import group_json, group_shape, namespace_json
 from tplayout.errors import ConfigError
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.keys import NO_EXTRAS, ROOT
 from tplayout.format.layout import CODEC_NONE, ChunkLayout
 from tplayout.storage.base import Store

@@ -34,7 +34,7 @@ from tplayout.cli.describe import (
     shape,
     stored_as,
 )
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.key_files import ENCRYPTION_KEY_ENV
 
 _EPILOG = """\b

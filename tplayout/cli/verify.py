@@ -32,7 +32,7 @@ from tplayout.cli.common import (
     yes_option,
 )
 from tplayout.errors import ConfigError
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.storage.base import TEMPORARY_AGE_S
 
 _EPILOG = """\b

@@ -5,31 +5,21 @@ ids together with the digests of the plain cells. Beside each lies a digest of w
 The cipher and the salt are given: this module computes only.
 """
 
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
-from blake3 import blake3
-
-from tplayout.errors import ConfigError, FormatError, GeometryError, Reason
+from tplayout.errors import FormatError, Reason
 from tplayout.format.chunk import Buffer, paste, stated_fault, tensor_fault
-from tplayout.format.digest import KEY_ID_BYTES, CellHasher, coordinates
+from tplayout.format.digest import CellHasher, coordinates
+from tplayout.format.encrypted_layout import EncryptedLayout
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.header import parse_header
-from tplayout.format.layout import CODEC_AES_256_GCM, ChunkLayout, encode_header, metadata_of, stated_layout
-
-ENCRYPTION_KEY_BYTES = 32
-SALT_BYTES = 32
-TAG_BYTES = 16
-MAX_SEALED_BYTES = 2**31 - 1  # that ciphers' libraries take at a time
+from tplayout.format.layout import CODEC_AES_256_GCM, stated_layout
 
 _NONCE_BYTES = 12
 _IDS = 2**32 - 1  # head and layer of the sealed ids: no cell has them
 _STORED = 2**31  # added to the layer in digests of stored bytes: no plain cell has it
-_OBJECT_CONTEXT = "tplayout 1 object encryption"
-_KEY_ID_CONTEXT = "tplayout 1 encryption key id"
 
 
 class Aead(Protocol):
@@ -45,134 +35,6 @@ class Aead(Protocol):
 
 
 Cipher = Callable[[bytes], Aead]  # an object's key, 32 bytes -> what seals and opens under it
-
-
-class EncryptionKey:
-    """A key, and the id that names it. It shows in no text, and is not pickled."""
-
-    def __init__(self, key: bytes) -> None:
-        """key: 32 random bytes. ConfigError for another length."""
-        if len(key) != ENCRYPTION_KEY_BYTES:
-            raise ConfigError(f"encryption key of {len(key)} bytes, must have {ENCRYPTION_KEY_BYTES}")
-        self._key = key
-        self.id = blake3(key, derive_key_context=_KEY_ID_CONTEXT).digest(KEY_ID_BYTES).hex()
-
-    @classmethod
-    def parse(cls, text: bytes, source: str) -> "EncryptionKey":
-        """From 64 hex digits. source: where they come from, for the ConfigError that other text is."""
-        try:
-            digits = text.strip().decode("ascii")
-            if len(digits) == 2 * ENCRYPTION_KEY_BYTES and digits.isalnum():
-                return cls(bytes.fromhex(digits))
-        except ValueError:
-            pass
-        raise ConfigError(f"{source} holds no encryption key, which is 64 hex digits (make one: openssl rand -hex 32)")
-
-    def __repr__(self) -> str:
-        return f"<encryption key {self.id}>"
-
-    def __reduce__(self) -> str:
-        raise TypeError("an encryption key is not pickled")
-
-    def reveal(self) -> str:
-        """The key itself, 64 hex digits: for the pipe to an I/O process only."""
-        return self._key.hex()
-
-    def of_object(self, salt: bytes, chunk_key: bytes, group_index: int) -> bytes:
-        """The key that one object is sealed under, 32 bytes."""
-        material = self._key + salt + chunk_key + struct.pack("<I", group_index)
-        return blake3(material, derive_key_context=_OBJECT_CONTEXT).digest()
-
-
-@dataclass(frozen=True)
-class EncryptedLayout:
-    """Where everything is in an encrypted object: known before a byte of it is read.
-
-    plain: of the object that is sealed. key_id: of the encryption key. info_bytes: header, salt and sealed ids; the
-    heads follow. nbytes: of the whole object.
-    """
-
-    plain: ChunkLayout
-    key_id: str
-    ids_bytes: int
-    header: bytes = field(repr=False)
-
-    @property
-    def info_digest_range(self) -> range:
-        """Digest of salt and sealed ids."""
-        return range(len(self.header), len(self.header) + self.plain.digest_size)
-
-    @property
-    def salt_range(self) -> range:
-        """The object's salt."""
-        return range(self.info_digest_range.stop, self.info_digest_range.stop + SALT_BYTES)
-
-    @property
-    def ids_range(self) -> range:
-        """Tokens, parent, extras and the digests of all plain cells, sealed."""
-        return range(self.salt_range.stop, self.salt_range.stop + self.ids_bytes + TAG_BYTES)
-
-    @property
-    def info_bytes(self) -> int:
-        """Everything before the first head."""
-        return self.ids_range.stop
-
-    @property
-    def layers(self) -> int:
-        """Of the group."""
-        return len(self.plain.group.layers)
-
-    @property
-    def cells(self) -> int:
-        """Of the object: head by head, the layers of each."""
-        return self.plain.group.heads * self.layers
-
-    @property
-    def sealed_bytes(self) -> int:
-        """Of one cell."""
-        return self.plain.cell_bytes + TAG_BYTES
-
-    @property
-    def nbytes(self) -> int:
-        """Of the whole object."""
-        return self.info_bytes + self.cells * (self.plain.digest_size + self.sealed_bytes)
-
-    def _head(self, head: int) -> int:
-        return self.info_bytes + head * self.layers * (self.plain.digest_size + self.sealed_bytes)
-
-    def digest_range(self, cell: int) -> range:
-        """Digest of a sealed cell."""
-        head, position = divmod(cell, self.layers)
-        start = self._head(head) + position * self.plain.digest_size
-        return range(start, start + self.plain.digest_size)
-
-    def sealed_range(self, cell: int) -> range:
-        """A sealed cell."""
-        head, position = divmod(cell, self.layers)
-        start = self._head(head) + self.layers * self.plain.digest_size + position * self.sealed_bytes
-        return range(start, start + self.sealed_bytes)
-
-    def place(self, cell: int) -> range:
-        """Where a cell is in the plain object."""
-        return self.plain.cell_range(*divmod(cell, self.layers))
-
-    def coordinates(self, cell: int) -> tuple[int, int]:
-        """Head and the model's number of the layer."""
-        head, position = divmod(cell, self.layers)
-        return head, self.plain.group.layers[position]
-
-
-@lru_cache(maxsize=256)
-def encrypted_layout(layout: ChunkLayout, key_id: str) -> EncryptedLayout:
-    """The layout of a group's encrypted objects. key_id: of the encryption key.
-
-    GeometryError if the header would exceed its cap, or a cell is more than ciphers take at a time.
-    """
-    if layout.cell_bytes + TAG_BYTES > MAX_SEALED_BYTES:
-        raise GeometryError(f"cells of {layout.cell_bytes} bytes are too large to be encrypted: use smaller chunks")
-    cells = layout.group.heads * len(layout.group.layers)
-    ids = len(layout.ids_range) + cells * layout.digest_size
-    return EncryptedLayout(layout, key_id, ids, _encode(layout, key_id, ids))
 
 
 def encrypt(
@@ -393,30 +255,6 @@ def _header_fault(view: memoryview, file_size: int, layout: EncryptedLayout) -> 
     if stated != layout.key_id:
         return FormatError(Reason.WRONG_ENCRYPTION_KEY, f"encrypted with {stated}, must be {layout.key_id}")
     return tensor_fault(header, parse_header(layout.header, layout.nbytes))
-
-
-def _encode(layout: ChunkLayout, key_id: str, ids_bytes: int) -> bytes:
-    """The header of an encrypted object."""
-    layers, sealed = len(layout.group.layers), layout.cell_bytes + TAG_BYTES
-    entries: dict[str, Any] = {}
-    offset = 0
-
-    def add(name: str, *shape: int) -> None:
-        nonlocal offset
-        end = offset + (shape[0] * shape[1] if len(shape) == 2 else shape[0])
-        entries[name] = {"dtype": "U8", "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-
-    add("digest", layout.digest_size)
-    add("salt", SALT_BYTES)
-    add("ids", ids_bytes + TAG_BYTES)
-    for head in range(layout.group.heads):
-        add(f"h{head}.digests", layers, layout.digest_size)
-        add(f"h{head}.sealed", layers, sealed)
-    metadata = metadata_of(
-        layout.group, layout.group_index, layout.chunk_tokens, layout.digest_name, layout.key_id, CODEC_AES_256_GCM
-    )
-    return encode_header({**metadata, "encryption_key_id": key_id}, entries)
 
 
 def _overlap(one: range, other: range) -> bool:

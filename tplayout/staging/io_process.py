@@ -25,7 +25,7 @@ from tplayout.cache.codec import make_codec, require
 from tplayout.cache.packing import plain_store
 from tplayout.errors import FormatError, TPLayoutError
 from tplayout.format.digest import make_hasher
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.format.keys import namespace_name
 from tplayout.format.layout import layouts_of

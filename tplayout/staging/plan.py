@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from tplayout.cache.codec import begun_codec
 from tplayout.errors import ConfigError
 from tplayout.format.digest import CellHasher, make_hasher
-from tplayout.format.encrypted import EncryptionKey
+from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.geometry import Geometry
 from tplayout.format.layout import CODEC_NONE, ChunkLayout, layouts_of
 from tplayout.staging.protocol import Config
