@@ -28,11 +28,11 @@ def write_info(buf: bytearray | memoryview, layout: ChunkLayout, chunk: ChunkId)
     if len(chunk.tokens) != layout.chunk_tokens:
         raise GeometryError(f"chunk of {len(chunk.tokens)} tokens, the layout has {layout.chunk_tokens}")
     view[: layout.data_start] = layout.header
-    view[_cut(layout.tokens_range)] = pack_tokens(chunk.tokens)
-    view[_cut(layout.parent_range)] = chunk.parent
-    view[_cut(layout.extras_range)] = chunk.extras
+    view[cut(layout.tokens_range)] = pack_tokens(chunk.tokens)
+    view[cut(layout.parent_range)] = chunk.parent
+    view[cut(layout.extras_range)] = chunk.extras
     for pad in layout.pads():
-        view[_cut(pad)] = _ZEROS[: len(pad)]
+        view[cut(pad)] = _ZEROS[: len(pad)]
 
 
 def write_digests(buf: bytearray | memoryview, layout: ChunkLayout, key: bytes, hasher: CellHasher) -> None:
@@ -41,8 +41,8 @@ def write_digests(buf: bytearray | memoryview, layout: ChunkLayout, key: bytes, 
     _check_hasher(layout, hasher)
     group, size, layers = layout.group, layout.cell_bytes, range(len(layout.group.layers))
     for head in range(group.heads):
-        cells = view[_cut(layout.kv_range(head, layers))]
-        view[_cut(layout.digests_range(head, layers))] = b"".join(
+        cells = view[cut(layout.kv_range(head, layers))]
+        view[cut(layout.digests_range(head, layers))] = b"".join(
             hasher.cell(key, group.name, head, layer, cells[row * size : (row + 1) * size])
             for row, layer in enumerate(group.layers)
         )
@@ -84,7 +84,7 @@ def check_info(head: Buffer, file_size: int, layout: ChunkLayout, namespace: byt
     view = memoryview(head).cast("B")
     if bytes(view[: layout.data_start]) != layout.header:
         raise _header_fault(view, file_size, layout)
-    _check_length(file_size, layout.nbytes)
+    check_length(file_size, layout.nbytes)
     chunk = read_chunk_id(view, layout, namespace)
     if chunk.key != expected_key:
         raise FormatError(Reason.WRONG_KEY, f"content belongs to {chunk.key.hex()}, not to {expected_key.hex()}")
@@ -106,7 +106,7 @@ def verify_shard(
     layout.check_shard(shard)
     views = {span: memoryview(data).cast("B") for span, data in parts.items()}
     for span, view in views.items():
-        _check_length(len(view), len(span))
+        check_length(len(view), len(span))
     group, size = layout.group, layout.digest_size
     for head in shard.heads if shard.cells else ():
         digests = piece(views, layout.digests_range(head, shard.layers))
@@ -134,8 +134,8 @@ def read_chunk_id(buf: Buffer, layout: ChunkLayout, namespace: bytes) -> ChunkId
     """
     view = memoryview(buf).cast("B")
     if len(view) < layout.ids_range.stop:
-        _check_length(len(view), layout.nbytes)
-    return parse_ids(view[_cut(layout.ids_range)], layout, namespace)
+        check_length(len(view), layout.nbytes)
+    return parse_ids(view[cut(layout.ids_range)], layout, namespace)
 
 
 def parse_ids(ids: Buffer, layout: ChunkLayout, namespace: bytes) -> ChunkId:
@@ -147,7 +147,8 @@ def parse_ids(ids: Buffer, layout: ChunkLayout, namespace: bytes) -> ChunkId:
     return ChunkId(key, parent, tokens, extras, 0 if parent == ROOT else -1)
 
 
-def _cut(span: range) -> slice:
+def cut(span: range) -> slice:
+    """What a range is of a buffer that begins where the range counts from."""
     return slice(span.start, span.stop)
 
 
@@ -158,14 +159,15 @@ def _writable(buf: bytearray | memoryview, layout: ChunkLayout) -> memoryview:
     return view
 
 
-def _check_length(got: int, wanted: int) -> None:
+def check_length(got: int, wanted: int) -> None:
+    """FormatError truncated or trailing unless there are as many bytes as must be."""
     if got != wanted:
         reason = Reason.TRUNCATED if got < wanted else Reason.TRAILING
         raise FormatError(reason, f"{got} bytes, must be {wanted}")
 
 
 def _check_padding(view: memoryview, pad: range) -> None:
-    if bytes(view[_cut(pad)]) != _ZEROS[: len(pad)]:
+    if bytes(view[cut(pad)]) != _ZEROS[: len(pad)]:
         raise FormatError(Reason.BAD_PADDING, f"not zero between byte {pad.start} and {pad.stop}")
 
 
@@ -199,6 +201,11 @@ def stated_fault(theirs: ChunkLayout, layout: ChunkLayout) -> FormatError | None
     if theirs.group != layout.group:
         return FormatError(Reason.WRONG_GEOMETRY, f"group {layout.group.name!r} is laid out differently")
     return None
+
+
+def overlap(one: range, other: range) -> bool:
+    """Whether they have a byte in common."""
+    return one.start < other.stop and other.start < one.stop
 
 
 def paste(plain: bytearray, span: range, start: int, data: Buffer) -> None:

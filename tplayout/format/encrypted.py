@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from tplayout.errors import FormatError, Reason
-from tplayout.format.chunk import Buffer, paste, stated_fault, tensor_fault
+from tplayout.format.chunk import Buffer, check_length, cut, overlap, paste, stated_fault, tensor_fault
 from tplayout.format.digest import CellHasher, coordinates
 from tplayout.format.encrypted_layout import EncryptedLayout
 from tplayout.format.encryption_key import EncryptionKey
@@ -58,14 +58,14 @@ def encrypt(
     aead = cipher(key.of_object(salt, chunk_key, layout.plain.group_index))
     out = memoryview(bytearray(layout.nbytes))
     out[: len(layout.header)] = layout.header
-    out[_cut(layout.salt_range)] = salt
-    ids = b"".join([bytes(view[_cut(layout.plain.ids_range)]), *(view[_cut(span)] for span in _tables(layout))])
-    out[_cut(layout.ids_range)] = aead.seal(_nonce(0), ids, coordinates(chunk_key, name, _IDS, _IDS))
+    out[cut(layout.salt_range)] = salt
+    ids = b"".join([bytes(view[cut(layout.plain.ids_range)]), *(view[cut(span)] for span in _tables(layout))])
+    out[cut(layout.ids_range)] = aead.seal(_nonce(0), ids, coordinates(chunk_key, name, _IDS, _IDS))
     for cell in range(layout.cells):
         where = coordinates(chunk_key, name, *layout.coordinates(cell))
-        out[_cut(layout.sealed_range(cell))] = aead.seal(_nonce(1 + cell), view[_cut(layout.place(cell))], where)
+        out[cut(layout.sealed_range(cell))] = aead.seal(_nonce(1 + cell), view[cut(layout.place(cell))], where)
     for digest, sealed, head, layer in _pieces(layout):
-        out[_cut(digest)] = hasher.cell(chunk_key, name, head, layer, out[_cut(sealed)])
+        out[cut(digest)] = hasher.cell(chunk_key, name, head, layer, out[cut(sealed)])
     result = out.obj
     assert isinstance(result, bytearray)
     return result
@@ -82,7 +82,7 @@ def check_stored(stored: Buffer, layout: EncryptedLayout, chunk_key: bytes, hash
         return
     name = layout.plain.group.name
     for digest, sealed, head, layer in _pieces(layout):
-        if view[_cut(digest)] != hasher.cell(chunk_key, name, head, layer, view[_cut(sealed)]):
+        if view[cut(digest)] != hasher.cell(chunk_key, name, head, layer, view[cut(sealed)]):
             what = "the ids" if head == _IDS else f"head {head}, layer {layer - _STORED}"
             raise FormatError(Reason.DIGEST_MISMATCH, f"group {name!r}, {what}, as they are stored")
 
@@ -92,9 +92,7 @@ def check_info(head: Buffer, file_size: int, layout: EncryptedLayout) -> None:
     view = memoryview(head).cast("B")
     if bytes(view[: len(layout.header)]) != layout.header:
         raise _header_fault(view, file_size, layout)
-    if file_size != layout.nbytes:
-        reason = Reason.TRUNCATED if file_size < layout.nbytes else Reason.TRAILING
-        raise FormatError(reason, f"{file_size} bytes, must be {layout.nbytes}")
+    check_length(file_size, layout.nbytes)
 
 
 def decrypt(
@@ -119,9 +117,9 @@ def decrypt(
     for start, data in opener.beginning():
         plain[start : start + len(data)] = data
     for pad in layout.plain.pads():
-        plain[_cut(pad)] = bytes(len(pad))
+        plain[cut(pad)] = bytes(len(pad))
     for cell in range(layout.cells):
-        plain[_cut(layout.place(cell))] = opener.cell(cell, view[_cut(layout.sealed_range(cell))])
+        plain[cut(layout.place(cell))] = opener.cell(cell, view[cut(layout.sealed_range(cell))])
     return plain
 
 
@@ -153,7 +151,7 @@ def plain_range(
 
     for start, data in opener.beginning():
         paste(plain, span, start, data)
-    wanted = [cell for cell in range(layout.cells) if _overlap(layout.place(cell), span)]
+    wanted = [cell for cell in range(layout.cells) if overlap(layout.place(cell), span)]
     if wanted:
         first = layout.sealed_range(wanted[0]).start
         sealed = memoryview(read(first, layout.sealed_range(wanted[-1]).stop - first))
@@ -181,7 +179,7 @@ def salvage(
         plain[start : start + len(data)] = data
     for cell in range(layout.cells):
         with suppress(FormatError):
-            plain[_cut(layout.place(cell))] = opener.cell(cell, view[_cut(layout.sealed_range(cell))])
+            plain[cut(layout.place(cell))] = opener.cell(cell, view[cut(layout.sealed_range(cell))])
     return plain
 
 
@@ -194,9 +192,9 @@ class _Opener:
         """info: the first layout.info_bytes, or more."""
         self._layout = layout
         self._chunk_key = chunk_key
-        salt = bytes(info[_cut(layout.salt_range)])
+        salt = bytes(info[cut(layout.salt_range)])
         self._aead = cipher(key.of_object(salt, chunk_key, layout.plain.group_index))
-        self._ids = memoryview(self._open(0, info[_cut(layout.ids_range)], _IDS, _IDS))
+        self._ids = memoryview(self._open(0, info[cut(layout.ids_range)], _IDS, _IDS))
 
     def cell(self, cell: int, sealed: memoryview) -> bytes:
         """One plain cell. FormatError truncated, bad-tag."""
@@ -255,11 +253,3 @@ def _header_fault(view: memoryview, file_size: int, layout: EncryptedLayout) -> 
     if stated != layout.key_id:
         return FormatError(Reason.WRONG_ENCRYPTION_KEY, f"encrypted with {stated}, must be {layout.key_id}")
     return tensor_fault(header, parse_header(layout.header, layout.nbytes))
-
-
-def _overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
-
-
-def _cut(span: range) -> slice:
-    return slice(span.start, span.stop)

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from tplayout.errors import GeometryError
-from tplayout.format.layout import CODEC_AES_256_GCM, ChunkLayout, encode_header, metadata_of
+from tplayout.format.layout import CODEC_AES_256_GCM, ChunkLayout, encode_header
 
 SALT_BYTES = 32
 TAG_BYTES = 16
@@ -121,7 +121,4 @@ def _encode(layout: ChunkLayout, key_id: str, ids_bytes: int) -> bytes:
     for head in range(layout.group.heads):
         add(f"h{head}.digests", layers, layout.digest_size)
         add(f"h{head}.sealed", layers, sealed)
-    metadata = metadata_of(
-        layout.group, layout.group_index, layout.chunk_tokens, layout.digest_name, layout.key_id, CODEC_AES_256_GCM
-    )
-    return encode_header({**metadata, "encryption_key_id": key_id}, entries)
+    return encode_header({**layout.metadata(CODEC_AES_256_GCM), "encryption_key_id": key_id}, entries)

@@ -53,6 +53,10 @@ class ChunkLayout:
         """Bytes of the whole object."""
         return self.sections + self.group.heads * self.section_bytes
 
+    def metadata(self, codec: str) -> dict[str, str]:
+        """`__metadata__` of an object of that codec, but for what a codec adds."""
+        return _metadata(self.group, self.group_index, self.chunk_tokens, self.digest_name, self.key_id, codec)
+
     @property
     def tokens_range(self) -> range:
         """Token ids, int32 little-endian."""
@@ -218,7 +222,7 @@ def _layout(group: Group, group_index: int, chunk_tokens: int, digest_name: str,
         raise GeometryError(f"digest {digest_name} with key id {key_id!r}: {KEYED} has one, others none")
     if key_id is not None and not is_key_id(key_id):
         raise GeometryError(f"key id {key_id[:40]!r} is not 16 hex digits")
-    metadata = metadata_of(group, group_index, chunk_tokens, digest_name, key_id, CODEC_NONE)
+    metadata = _metadata(group, group_index, chunk_tokens, digest_name, key_id, CODEC_NONE)
     info = _align(_TOKEN_BYTES * chunk_tokens + 2 * KEY_BYTES)
     cell = group.cell_bytes(chunk_tokens)
     section = _align(len(group.layers) * (size + cell))
@@ -239,10 +243,9 @@ def _layout(group: Group, group_index: int, chunk_tokens: int, digest_name: str,
     )
 
 
-def metadata_of(
+def _metadata(
     group: Group, group_index: int, chunk_tokens: int, digest_name: str, key_id: str | None, codec: str
 ) -> dict[str, str]:
-    """`__metadata__` of an object."""
     metadata = {
         "tplayout": str(FORMAT_VERSION),
         "chunk_tokens": str(chunk_tokens),

@@ -13,11 +13,11 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from tplayout.errors import FormatError, Reason
-from tplayout.format.chunk import Buffer, paste, stated_fault, tensor_fault
+from tplayout.format.chunk import Buffer, check_length, cut, overlap, paste, stated_fault, tensor_fault
 from tplayout.format.digest import CellHasher
 from tplayout.format.header import parse_header
 from tplayout.format.keys import KEY_BYTES, ROOT
-from tplayout.format.layout import CODEC_SHUFFLE_ZSTD, ChunkLayout, encode_header, metadata_of, stated_layout
+from tplayout.format.layout import CODEC_SHUFFLE_ZSTD, ChunkLayout, encode_header, stated_layout
 
 _LENGTH_BYTES = 4
 _WHOLE = 2**32 - 1  # head and layer of the digest of a whole object: no cell has them
@@ -130,13 +130,13 @@ def pack(plain: Buffer, layout: PackedLayout, hasher: CellHasher, compressor: Co
             buf += stored
     out = memoryview(buf)
     out[: layout.data_start] = layout.header(lengths)
-    out[_cut(layout.ids_range)] = view[_cut(layout.plain.ids_range)]
+    out[cut(layout.ids_range)] = view[cut(layout.plain.ids_range)]
     of_head = len(lengths) // layout.plain.group.heads
     for head in range(layout.plain.group.heads):
         digests = layout.plain.digests_range(head, range(len(layout.plain.group.layers)))
         own = lengths[head * of_head : (head + 1) * of_head]
-        out[_cut(layout.digests_range(head))] = view[_cut(digests)]
-        out[_cut(layout.lengths_range(head))] = struct.pack(f"<{of_head}I", *own)
+        out[cut(layout.digests_range(head))] = view[cut(digests)]
+        out[cut(layout.lengths_range(head))] = struct.pack(f"<{of_head}I", *own)
     out[layout.data_start : layout.ids_start] = _digest(out, layout, hasher)
     return buf
 
@@ -163,11 +163,11 @@ def unpack(
     for start, data in _beginning(view, layout):
         plain[start : start + len(data)] = data
     for pad in layout.plain.pads():
-        plain[_cut(pad)] = bytes(len(pad))
+        plain[cut(pad)] = bytes(len(pad))
     at = layout.info_bytes
     for cell in range(layout.cells):
         own = lengths[cell * layout.planes : (cell + 1) * layout.planes]
-        plain[_cut(layout.place(cell))] = _expand(view[at : at + sum(own)], own, layout, compressor)
+        plain[cut(layout.place(cell))] = _expand(view[at : at + sum(own)], own, layout, compressor)
         at += sum(own)
     return plain
 
@@ -181,10 +181,7 @@ def check_info(head: Buffer, file_size: int, layout: PackedLayout) -> tuple[int,
     lengths = _lengths(view, layout)
     if lengths is None or bytes(view[: layout.data_start]) != layout.header(lengths):
         raise _header_fault(view, file_size, layout, lengths)
-    wanted = layout.info_bytes + sum(lengths)
-    if file_size != wanted:
-        reason = Reason.TRUNCATED if file_size < wanted else Reason.TRAILING
-        raise FormatError(reason, f"{file_size} bytes, must be {wanted}")
+    check_length(file_size, layout.info_bytes + sum(lengths))
     return lengths
 
 
@@ -217,7 +214,7 @@ def plain_range(
     for start, data in _beginning(view, layout):
         paste(plain, span, start, data)
     count = layout.planes
-    wanted = [cell for cell in range(layout.cells) if _overlap(layout.place(cell), span)]
+    wanted = [cell for cell in range(layout.cells) if overlap(layout.place(cell), span)]
     if wanted:
         at = layout.info_bytes + sum(lengths[: wanted[0] * count])
         stored = memoryview(read(at, sum(lengths[wanted[0] * count : (wanted[-1] + 1) * count])))
@@ -246,7 +243,7 @@ def salvage(stored: Buffer, layout: PackedLayout, compressor: Compressor) -> mem
     for cell in range(layout.cells):
         own = lengths[cell * layout.planes : (cell + 1) * layout.planes]
         with suppress(FormatError):
-            plain[_cut(layout.place(cell))] = _expand(view[at : at + sum(own)], own, layout, compressor)
+            plain[cut(layout.place(cell))] = _expand(view[at : at + sum(own)], own, layout, compressor)
         at += sum(own)
     return plain
 
@@ -268,9 +265,9 @@ def _expand(stored: memoryview, lengths: Sequence[int], layout: PackedLayout, co
 def _beginning(view: memoryview, layout: PackedLayout) -> Iterator[tuple[int, Buffer]]:
     """(offset in the plain object, bytes) of everything but cells and padding."""
     yield 0, layout.plain.header
-    yield layout.plain.ids_range.start, view[_cut(layout.ids_range)]
+    yield layout.plain.ids_range.start, view[cut(layout.ids_range)]
     for head in range(layout.plain.group.heads):
-        yield layout.plain.head_section(head).start, view[_cut(layout.digests_range(head))]
+        yield layout.plain.head_section(head).start, view[cut(layout.digests_range(head))]
 
 
 def _digest(view: memoryview, layout: PackedLayout, hasher: CellHasher) -> bytes:
@@ -282,7 +279,7 @@ def _lengths(view: memoryview, layout: PackedLayout) -> tuple[int, ...] | None:
     """The stored lengths, None if they are not there or cannot be."""
     if len(view) < layout.info_bytes:
         return None
-    tables = b"".join(view[_cut(layout.lengths_range(head))] for head in range(layout.plain.group.heads))
+    tables = b"".join(view[cut(layout.lengths_range(head))] for head in range(layout.plain.group.heads))
     lengths = struct.unpack(f"<{len(tables) // _LENGTH_BYTES}I", tables)
     return lengths if min(lengths) >= 1 and max(lengths) <= layout.plane_bytes else None
 
@@ -326,15 +323,4 @@ def _encode(layout: ChunkLayout, lengths: Sequence[int], least: int) -> bytes:
     for head in range(group.heads):
         stored = sum(lengths[head * of_head : (head + 1) * of_head])
         add(f"h{head}.stored", "U8", [stored], stored)
-    metadata = metadata_of(
-        group, layout.group_index, layout.chunk_tokens, layout.digest_name, layout.key_id, CODEC_SHUFFLE_ZSTD
-    )
-    return encode_header(metadata, entries, least)
-
-
-def _overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
-
-
-def _cut(span: range) -> slice:
-    return slice(span.start, span.stop)
+    return encode_header(layout.metadata(CODEC_SHUFFLE_ZSTD), entries, least)
