@@ -4,7 +4,7 @@ A reader knows every byte range before it has read a byte. All ranges and offset
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -287,7 +287,7 @@ def _entries(group: Group, chunk_tokens: int, digest: int, info: int, section: i
     return entries
 
 
-def encode_header(metadata: dict[str, str], entries: dict[str, Any], least: int = 0) -> bytes:
+def encode_header(metadata: Mapping[str, str], entries: dict[str, Any], least: int = 0) -> bytes:
     """The bytes before the data section, as few as are a multiple of ALIGN, `least` or more. Raises GeometryError."""
     text = json.dumps({"__metadata__": dict(sorted(metadata.items())), **entries}, separators=(",", ":"))
     length = max(least, _align(LENGTH_BYTES + len(text))) - LENGTH_BYTES

@@ -6,9 +6,9 @@ the digests of the cells are those of the plain object. The compressor is given:
 """
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -40,11 +40,13 @@ class PackedLayout:
     """What is known of a packed object before a byte of it is read.
 
     plain: of the object that is packed. data_start: as there. info_bytes: header, ids and tables; the planes follow.
+    metadata: of the header, which is made anew for each object's lengths.
     """
 
     plain: ChunkLayout
     data_start: int
     info_bytes: int
+    metadata: Mapping[str, str] = field(repr=False, compare=False)
 
     @property
     def planes(self) -> int:
@@ -91,7 +93,7 @@ class PackedLayout:
 
     def header(self, lengths: Sequence[int]) -> bytes:
         """The file's first data_start bytes. lengths: of all planes."""
-        return _encode(self.plain, lengths, self.data_start)
+        return _encode(self.plain, self.metadata, lengths, self.data_start)
 
     def place(self, cell: int) -> range:
         """Where a cell is in the plain object."""
@@ -104,9 +106,10 @@ def packed_layout(layout: ChunkLayout) -> PackedLayout:
     group = layout.group
     planes = group.heads * len(group.layers) * group.element_bytes
     # Offsets grow with the lengths: no header is longer than that of planes which did not get smaller.
-    data_start = len(_encode(layout, [layout.cell_bytes // group.element_bytes] * planes, 0))
+    metadata = layout.metadata(CODEC_SHUFFLE_ZSTD)
+    data_start = len(_encode(layout, metadata, [layout.cell_bytes // group.element_bytes] * planes, 0))
     tables = group.heads * len(group.layers) * layout.digest_size + planes * _LENGTH_BYTES
-    return PackedLayout(layout, data_start, data_start + layout.digest_size + len(layout.ids_range) + tables)
+    return PackedLayout(layout, data_start, data_start + layout.digest_size + len(layout.ids_range) + tables, metadata)
 
 
 def pack(plain: Buffer, layout: PackedLayout, hasher: CellHasher, compressor: Compressor) -> bytearray:
@@ -302,7 +305,7 @@ def _header_fault(
     return tensor_fault(header, parse_header(layout.header(lengths), layout.info_bytes + sum(lengths)))
 
 
-def _encode(layout: ChunkLayout, lengths: Sequence[int], least: int) -> bytes:
+def _encode(layout: ChunkLayout, metadata: Mapping[str, str], lengths: Sequence[int], least: int) -> bytes:
     """The header of a packed object with planes of these lengths, of `least` bytes or more."""
     group, layers, of_head = layout.group, len(layout.group.layers), len(lengths) // layout.group.heads
     entries: dict[str, Any] = {}
@@ -323,4 +326,4 @@ def _encode(layout: ChunkLayout, lengths: Sequence[int], least: int) -> bytes:
     for head in range(group.heads):
         stored = sum(lengths[head * of_head : (head + 1) * of_head])
         add(f"h{head}.stored", "U8", [stored], stored)
-    return encode_header(layout.metadata(CODEC_SHUFFLE_ZSTD), entries, least)
+    return encode_header(metadata, entries, least)
