@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tplayout.errors import GeometryError
-from tplayout.format.header import DTYPE_BITS, LENGTH_BYTES, MAX_HEADER_BYTES
-
-_ALIGN = 4096
+from tplayout.format.header import DTYPE_BITS
+from tplayout.format.layout import encode_header
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ def head_of(metadata: Mapping[str, str], tensors: Mapping[str, tuple[str, Sequen
     tensors: name -> safetensors dtype (of whole bytes) and shape. Raises GeometryError for more names than a header
     holds.
     """
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    entries: dict[str, Any] = {}
     spans: dict[str, range] = {}
     offset = 0
     for name, (dtype, shape) in tensors.items():
@@ -41,10 +38,6 @@ def head_of(metadata: Mapping[str, str], tensors: Mapping[str, tuple[str, Sequen
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         spans[name] = range(offset, end)
         offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
-    start = -(-(LENGTH_BYTES + len(text)) // _ALIGN) * _ALIGN
-    length = start - LENGTH_BYTES
-    if length > MAX_HEADER_BYTES:
-        raise GeometryError(f"the file's header would have {length} bytes, at most {MAX_HEADER_BYTES}")
-    header = length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
+    header = encode_header(metadata, entries)
+    start = len(header)
     return Head(header, {name: range(start + span.start, start + span.stop) for name, span in spans.items()})
