@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tplayout.admin.catalog import NO_SECRETS, RESERVED, Secrets
 from tplayout.admin.chains import Index, build_index
 from tplayout.admin.convert import Report, path_to
-from tplayout.admin.namespaces import OpenNamespace, begin_namespace
+from tplayout.admin.namespaces import OpenNamespace, begin_copy
 from tplayout.admin.parallel import in_order
 from tplayout.admin.transfer import Tally, resealed
 from tplayout.admin.work import SIMPLY, Work
@@ -84,11 +84,10 @@ def copy_namespace(
 
     recheck: read and verify what is there already, and replace it if it is damaged; else its size must do.
     index: of the namespace, where it is known. codec: that the target must have; None for that which it has, or the
-    source's. secrets: of the target; its encryption key may be left out, and is the source's then. Where the target has
-    other digests, as for a secret that the source does not have, what was verified is digested anew. Raises as
-    `begin_namespace`, StorageError.
+    source's. secrets: of the target, see `begin_copy`. Where the target has other digests, as for a secret that the
+    source does not have, what was verified is digested anew. Raises as `begin_namespace`, StorageError.
     """
-    opened = _opened(origin, target, secrets, work.dry_run, codec)
+    opened = begin_copy(origin, target, origin.identity, secrets, codec, work.dry_run)
     there = {info.key: info.size for info in target.list(f"{origin.name}/")}
     if keys is None:
         places = [(name.key, name.group_index, info.size) for name, info in origin.objects()]
@@ -185,13 +184,6 @@ def move_namespace(
     if keys is None and not any(info.key != document for info in origin.store.list(f"{origin.name}/")):
         origin.store.delete([document])
     return copied
-
-
-def _opened(origin: OpenNamespace, target: Store, secrets: Secrets, dry_run: bool, codec: str | None) -> OpenNamespace:
-    """The namespace at the target, begun there if it is not; a dry run writes nothing."""
-    own = replace(secrets, encryption_key=secrets.encryption_key or origin.encryption_key)
-    document = origin.document
-    return begin_namespace(target, document.identity, document.model, own, codec, dry_run, document.storage)
 
 
 def _places(index: Index, keys: Sequence[bytes]) -> list[Place]:

@@ -6,7 +6,7 @@ Tools get their identity from namespace.json, so they need no model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tplayout.admin.catalog import NO_SECRETS, Secrets, checked_beginning, hasher_of, key_of
@@ -242,6 +242,17 @@ def begin_namespace(
     if codec not in (None, theirs.codec):
         raise NamespaceMismatch("storage.codec", codec, theirs.codec)
     return found
+
+
+def begin_copy(
+    origin: OpenNamespace, store: Store, identity: Identity, secrets: Secrets, codec: str | None, dry_run: bool
+) -> OpenNamespace:
+    """The identity's namespace in a store, for what another namespace holds. See `begin_namespace`.
+
+    secrets: of the store; the encryption key may be left out, and is the source's then.
+    """
+    own = replace(secrets, encryption_key=secrets.encryption_key or origin.encryption_key)
+    return begin_namespace(store, identity, origin.document.model, own, codec, dry_run, origin.document.storage)
 
 
 def written_facts(secrets: Secrets, codec: str | None = None, source: StorageFacts | None = None) -> StorageFacts:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from tplayout.admin.catalog import NO_SECRETS, Secrets
 from tplayout.admin.chains import Index, build_index
 from tplayout.admin.convert import Report, chain_of_digests, chunks_of, path_to, skip_gaps
-from tplayout.admin.namespaces import OpenNamespace, begin_namespace
+from tplayout.admin.namespaces import OpenNamespace, begin_copy
 from tplayout.admin.progress import Parts
 from tplayout.admin.transfer import Bits, Place, cells_of, store_prefix
 from tplayout.admin.values import Converter, Losses, converted_group, converter, is_lossless
@@ -68,8 +68,8 @@ def rechunk(
 
     lossy: whether precision may be lost; what it cost is measured and reported. keys: last chunks of the prefixes, None
     for all. index: of the namespace, where it is known. codec: that the target must have; None for that which it has,
-    or the source's. secrets: of the target; its encryption key may be left out, and is the source's then. Raises
-    ConfigError if precision would be lost and may not, and as `begin_namespace`.
+    or the source's. secrets: of the target, see `begin_copy`. Raises ConfigError if precision would be lost and may
+    not, and as `begin_namespace`.
     """
     pairs = list(zip(origin.identity.geometry.groups, identity.geometry.groups, strict=True))
     for old, new in pairs:
@@ -78,9 +78,7 @@ def rechunk(
                 f"group {old.name!r}: {old.dtype} to {new.dtype} loses precision: add --lossy to allow it, and the "
                 "error is measured"
             )
-    own = replace(secrets, encryption_key=secrets.encryption_key or origin.encryption_key)
-    document = origin.document
-    target = begin_namespace(store, identity, document.model, own, codec, work.dry_run, document.storage)
+    target = begin_copy(origin, store, identity, secrets, codec, work.dry_run)
     report = Rechunked(namespace=target.name)
     done: set[Place] = set()
     converters = [converter(old, new) for old, new in pairs]
