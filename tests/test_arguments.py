@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tplayout.arguments import check_type, parse_size
+from tplayout.arguments import check_type, format_size, parse_size
 from tplayout.errors import ConfigError
 
 TEXTS = {
@@ -63,3 +63,8 @@ def test_a_wrong_type_is_named_and_the_value_not_shown(value: Any, kinds: Any, f
 @pytest.mark.parametrize(("value", "kinds"), [(True, bool), (True, (bool, int)), (1, int), (None, type(None))])
 def test_a_right_type_passes(value: Any, kinds: Any) -> None:
     check_type("thing", value, kinds, "something else")
+
+
+def test_sizes_for_people() -> None:
+    sizes = (0, 1023, 1536, 3 << 30, 5 << 40)
+    assert [format_size(nbytes) for nbytes in sizes] == ["0 B", "1023 B", "1.5 KiB", "3 GiB", "5 TiB"]

@@ -45,3 +45,12 @@ def parse_size(text: str) -> int:
     if nbytes > _MOST:
         raise ValueError(f"{text[:40]!r} is more bytes than any store has")
     return nbytes
+
+
+def format_size(nbytes: float) -> str:
+    """Bytes for people: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"

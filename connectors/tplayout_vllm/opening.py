@@ -12,6 +12,7 @@ from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tplayout.arguments import format_size
 from tplayout.errors import ConfigError
 from tplayout.format.identity import Identity, NamespaceDocument, StorageFacts
 from tplayout.model import describe_weights, model_config, read_config, weight_quantization
@@ -106,8 +107,8 @@ def open_scheduler_side(
     stored_bytes = sum(layout.nbytes for layout in plan.layouts)
     if 0 < plan.max_bytes < stored_bytes:
         raise ConfigError(
-            f"kv_connector_extra_config: 'max_bytes' {_size(plan.max_bytes)} is less than one chunk of this model, "
-            f"{_size(stored_bytes)}; raise it, or lower 'chunk_tokens'"
+            f"kv_connector_extra_config: 'max_bytes' {format_size(plan.max_bytes)} is less than one chunk of this "
+            f"model, {format_size(stored_bytes)}; raise it, or lower 'chunk_tokens'"
         )
     slot_bytes = RegionPlan(1, tuple(layout.nbytes for layout in plan.layouts), writers).slot_bytes
     slots = staging_slots(options.staging_bytes, slot_bytes, Engines.of(parallel))
@@ -134,8 +135,8 @@ def open_scheduler_side(
         redact(options.url),
         identity.namespace,
         placement.geometry.chunk_tokens,
-        _size(slot_bytes),
-        _size(slots * slot_bytes),
+        format_size(slot_bytes),
+        format_size(slots * slot_bytes),
         slots,
         plan.io_processes,
         options.load_deadline,
@@ -143,7 +144,7 @@ def open_scheduler_side(
         hasher.name,
         found.codec if key_id is None else f"{found.codec} (key {key_id})",
         transfer.kv_role,
-        "".join([", strict" * options.strict, f", max_bytes {_size(plan.max_bytes)}" * bool(plan.max_bytes)]),
+        "".join([", strict" * options.strict, f", max_bytes {format_size(plan.max_bytes)}" * bool(plan.max_bytes)]),
     )
     return SchedulerSide(
         stager,
@@ -242,11 +243,3 @@ def _directory(name: str, revision: str | None, wanted: str) -> Path:
             f"model {name}: its {wanted} cannot be identified, since its files are not found on this machine "
             f"({type(error).__name__}); {way_out}"
         ) from None
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    raise AssertionError("unreachable")

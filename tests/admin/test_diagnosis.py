@@ -104,7 +104,7 @@ def test_little_memory(monkeypatch):
     assert staging_memory().level is Level.WARN
     monkeypatch.setattr(diagnosis, "available_memory", lambda: 4 << 30)
     assert staging_memory().level is Level.OK
-    assert "4.0 GiB of memory free of 8.0 GiB allowed" in staging_memory().text
+    assert "4 GiB of memory free of 8 GiB allowed" in staging_memory().text
 
 
 def test_memory_that_a_cgroup_allows(monkeypatch):

@@ -23,7 +23,6 @@ from tplayout.cli.common import (
     parse_storage_options,
     plain,
     secret_option,
-    size,
     table,
 )
 from tplayout.errors import ConfigError
@@ -89,10 +88,6 @@ def test_ages():
     assert age(None) == "?"
     assert age(10, 5) == "0 s"
     assert moment(86400.9) == "1970-01-02T00:00:00Z"
-
-
-def test_size_for_people():
-    assert [size(n) for n in (0, 1023, 1536, 3 << 30, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "3 GiB", "5 TiB"]
 
 
 def test_what_a_store_says_cannot_steer_the_terminal():

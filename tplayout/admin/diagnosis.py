@@ -16,6 +16,7 @@ from importlib import metadata
 from importlib.util import find_spec
 
 from tplayout import __version__
+from tplayout.arguments import format_size
 from tplayout.cache.codec import require
 from tplayout.errors import ConfigError
 from tplayout.format.digest import secret_id
@@ -155,7 +156,7 @@ def shared_memory(path: str = "/dev/shm") -> Finding:
     except OSError as error:
         return Finding("shared memory", Level.WARN, f"{path}: {error.strerror}", "mount a tmpfs there: vLLM needs it")
     total, free = info.f_frsize * info.f_blocks, info.f_frsize * info.f_bavail
-    text = f"{path} has {_gib(total)}, {_gib(free)} free (for vLLM's workers; tplayout does not use it)"
+    text = f"{path} has {format_size(total)}, {format_size(free)} free (for vLLM's workers; tplayout does not use it)"
     if free < _SHM_BYTES:
         return Finding("shared memory", Level.WARN, text, "docker run --shm-size=8g, or --ipc=host")
     return Finding("shared memory", Level.OK, text)
@@ -174,7 +175,7 @@ def staging_memory() -> Finding:
         free = min(allowed, available_memory())
     except (ConfigError, OSError):
         return Finding("staging", Level.OK, "memory unknown")
-    text = f"{_gib(free)} of memory free of {_gib(allowed)} allowed; by default a quarter of it is used"
+    text = f"{format_size(free)} of memory free of {format_size(allowed)} allowed; by default a quarter of it is used"
     if free < 2 << 30:
         remedy = "give the servers more memory, or set a small staging_bytes"
         return Finding("staging", Level.WARN, text, remedy)
@@ -200,7 +201,3 @@ def _version(name: str) -> str | None:
 def _range() -> str:
     (major, first), (_, last) = SUPPORTED
     return f"{major}.{first} to {major}.{last}"
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"

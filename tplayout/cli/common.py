@@ -240,19 +240,10 @@ def progress(what: str) -> Iterator[Progress]:
 
         def tick(done: int, total: int | None, nbytes: int) -> None:
             rate = nbytes / max(time.monotonic() - started, 1e-3)
-            moved = f"{size(nbytes)}, {size(rate)}/s" if nbytes else ""
+            moved = f"{arguments.format_size(nbytes)}, {arguments.format_size(rate)}/s" if nbytes else ""
             bar.update(task, completed=done, total=total, of="?" if total is None else total, moved=moved)
 
         yield tick
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people: "1.5 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"
 
 
 def count_of(number: int, noun: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tplayout.admin.work import Work
+from tplayout.arguments import format_size
 from tplayout.cli.common import (
     count_of,
     dry_run_option,
@@ -19,7 +20,6 @@ from tplayout.cli.common import (
     progress,
     say,
     secret_option,
-    size,
     store_options,
 )
 from tplayout.cli.convert_peers import (
@@ -298,10 +298,10 @@ def _show(target: str, report: Report, dry_run: bool) -> None:
         say(f"{count_of(report.prefixes, 'prefix')}: {would} {files}, {report.files_present} were there")
     else:
         tally = report.tally
-        before = f", {size(report.bytes_read)} before" if report.bytes_read and not dry_run else ""
+        before = f", {format_size(report.bytes_read)} before" if report.bytes_read and not dry_run else ""
         say(
             f"{count_of(report.prefixes, 'prefix')} into namespace {report.namespace}: {would} "
-            f"{count_of(tally.written, 'object')} ({size(tally.nbytes)}{before}), {tally.present} were there"
+            f"{count_of(tally.written, 'object')} ({format_size(tally.nbytes)}{before}), {tally.present} were there"
         )
         if tally.absent:
             say(f"{tally.absent} objects are not to be had: SRC does not hold these windows any more")

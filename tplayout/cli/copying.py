@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tplayout.arguments import format_size
 from tplayout.cli.common import (
     confirm,
     count_of,
@@ -19,7 +20,6 @@ from tplayout.cli.common import (
     progress,
     say,
     secret_option,
-    size,
     store_options,
 )
 from tplayout.cli.sides import (
@@ -160,7 +160,7 @@ def _show(reports: dict[str, Copied], dry_run: bool, move: bool) -> None:
     would = "would be " if dry_run else ""
     for name, report in reports.items():
         moved = f", {report.removed} {would}removed from the source" if move else ""
-        copied = f"{count_of(report.copied, 'object')} {would}copied ({size(report.nbytes)})"
+        copied = f"{count_of(report.copied, 'object')} {would}copied ({format_size(report.nbytes)})"
         say(f"{name}: {copied}, {report.present} were there{moved}")
         for reason in report.damaged.values():
             note(f"damaged, {'left where it is' if move else 'not copied'}: {reason}")

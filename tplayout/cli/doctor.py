@@ -8,7 +8,8 @@ import click
 
 from tplayout.admin.diagnosis import Finding, Level, environment, key_files
 from tplayout.admin.store_check import LARGE_BYTES, Unreachable, round_trip, settings
-from tplayout.cli.common import emit_json, json_option, open_store, parse_size, say, size, store_options
+from tplayout.arguments import format_size
+from tplayout.cli.common import emit_json, json_option, open_store, parse_size, say, store_options
 from tplayout.cli.main import NO, UNREACHABLE
 
 _EPILOG = """\b
@@ -91,7 +92,7 @@ def command(
 
 def _print(finding: Finding) -> None:
     timed = "" if finding.seconds is None else f" in {finding.seconds * 1000:.1f} ms"
-    rate = "" if finding.bytes_per_second is None else f", {size(finding.bytes_per_second)}/s"
+    rate = "" if finding.bytes_per_second is None else f", {format_size(finding.bytes_per_second)}/s"
     say(f"{finding.level.value:<5} {finding.topic:<16} {finding.text}{timed}{rate}")
     if finding.remedy:
         say(f"{'':<22} remedy: {finding.remedy}")

@@ -9,6 +9,7 @@ import click
 from tplayout.admin.catalog import Catalog, scan
 from tplayout.admin.prefixes import read_links
 from tplayout.admin.usage import AGES, PrefixShare, Share, by_age, by_namespace, by_prefix
+from tplayout.arguments import format_size
 from tplayout.cli.common import (
     age,
     emit_json,
@@ -19,7 +20,6 @@ from tplayout.cli.common import (
     note,
     open_store,
     progress,
-    size,
     store_options,
     table,
     unused_secret_option,
@@ -101,12 +101,12 @@ def command(
                 _print_prefixes(prefixes[:top])
             for name, reason in left_out.items():
                 space = catalog.namespaces[name]
-                note(f"left out, {len(space.objects)} objects, {size(space.nbytes)}: {reason}")
+                note(f"left out, {len(space.objects)} objects, {format_size(space.nbytes)}: {reason}")
             if len(prefixes) > top:
                 rest = sum(share.nbytes for share in prefixes[top:])
-                note(f"and {len(prefixes) - top} more with {size(rest)} (--top)")
+                note(f"and {len(prefixes) - top} more with {format_size(rest)} (--top)")
         if not as_json:
-            note(f"{total['objects']} objects, {size(total['bytes'])}")
+            note(f"{total['objects']} objects, {format_size(total['bytes'])}")
 
 
 def _prefixes(
@@ -157,7 +157,13 @@ def _prefix_json(share: PrefixShare) -> dict[str, Any]:
 
 def _print_namespaces(shares: list[Share], catalog: Catalog) -> None:
     rows = [
-        [share.name, _model(share.name, catalog) or "", str(share.objects), size(share.nbytes), age(share.newest)]
+        [
+            share.name,
+            _model(share.name, catalog) or "",
+            str(share.objects),
+            format_size(share.nbytes),
+            age(share.newest),
+        ]
         for share in shares
     ]
     table(["namespace", "model", ">objects", ">bytes", ">newest"], rows)
@@ -166,7 +172,8 @@ def _print_namespaces(shares: list[Share], catalog: Catalog) -> None:
 def _print_ages(rows: list[dict[str, Any]]) -> None:
     names = {name: f"under {name}" for _, name in AGES}
     cells = [
-        [names.get(row["younger_than"], row["younger_than"]), str(row["objects"]), size(row["bytes"])] for row in rows
+        [names.get(row["younger_than"], row["younger_than"]), str(row["objects"]), format_size(row["bytes"])]
+        for row in rows
     ]
     table(["age", ">objects", ">bytes"], cells)
 
@@ -178,7 +185,7 @@ def _print_prefixes(shares: list[PrefixShare]) -> None:
             share.first.hex()[:SHORT],
             str(share.tokens),
             str(share.chunks),
-            size(share.nbytes),
+            format_size(share.nbytes),
             age(share.newest),
             "behind a gap" if share.start is None else "",
         ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tplayout.arguments import format_size
 from tplayout.cli.common import (
     count_of,
     dry_run_option,
@@ -17,7 +18,6 @@ from tplayout.cli.common import (
     progress,
     say,
     secret_option,
-    size,
     store_options,
 )
 from tplayout.cli.sides import (
@@ -81,7 +81,7 @@ def command(url: str, file: Path, as_json: bool, **options: Any) -> int:
     else:
         would = "would write" if options["dry_run"] else "wrote"
         what = f"{count_of(done.prefixes, 'prefix')}, {count_of(done.objects, 'object')}"
-        say(f"{would} {file}: {what}, {size(done.nbytes)}")
+        say(f"{would} {file}: {what}, {format_size(done.nbytes)}")
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tplayout.arguments import format_size
 from tplayout.cli.common import (
     confirm,
     count_of,
@@ -21,7 +22,6 @@ from tplayout.cli.common import (
     parse_size,
     progress,
     say,
-    size,
     store_options,
     unused_secret_option,
     yes_option,
@@ -139,8 +139,9 @@ def _show(decided: Plan, options: dict[str, Any]) -> None:
     say(f"{would} {count_of(decided.chunks, 'chunk')} ({count_of(len(decided.names), 'object')}), {order}")
     if decided.temporaries:
         say(f"{would} {len(decided.temporaries)} temporary files of writers that died")
-    say(f"{size(decided.before)} before, {size(decided.after)} after")
+    say(f"{format_size(decided.before)} before, {format_size(decided.after)} after")
     for reason in decided.unjudged.values():
         note(f"left alone: {reason}")
     if not decided.met:
-        note(f"the limit of {size(options['max_bytes'])} is not met: what is left is kept, too young, or not ours")
+        limit = format_size(options["max_bytes"])
+        note(f"the limit of {limit} is not met: what is left is kept, too young, or not ours")

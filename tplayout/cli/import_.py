@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from tplayout.arguments import format_size
 from tplayout.cli.common import (
     count_of,
     dry_run_option,
@@ -19,7 +20,6 @@ from tplayout.cli.common import (
     progress,
     say,
     secret_option,
-    size,
     store_options,
 )
 from tplayout.cli.sides import KEYS_RULE, note_unsigned, secrets_of_source
@@ -69,8 +69,8 @@ def command(file: Path, url: str, as_json: bool, **options: Any) -> int:
     else:
         would = "would be " if options["dry_run"] else ""
         say(
-            f"namespace {done.namespace}: {count_of(done.objects, 'object')} {would}imported ({size(done.nbytes)}), "
-            f"{done.present} were there"
+            f"namespace {done.namespace}: {count_of(done.objects, 'object')} {would}imported "
+            f"({format_size(done.nbytes)}), {done.present} were there"
         )
         for reason in done.damaged.values():
             note(f"damaged, not imported: {reason}")

@@ -10,6 +10,7 @@ import click
 from tplayout.admin.catalog import Namespace, Secrets, scan
 from tplayout.admin.heatmap import draw
 from tplayout.admin.inspection import Cell, Opened, Statistics, cells, find, norms, read, statistics
+from tplayout.arguments import format_size
 from tplayout.cli.common import (
     emit_json,
     encryption_key_option,
@@ -19,7 +20,6 @@ from tplayout.cli.common import (
     open_store,
     say,
     secret_option,
-    size,
     store_options,
     table,
 )
@@ -162,13 +162,14 @@ def _print_namespace(space: Namespace) -> None:
     say(f"  computed in   {identity.compute_dtype}, weights quantised: {identity.quantization or 'no'}")
     key = f", encryption key {facts.encryption_key_id}" if facts.encryption_key_id else ""
     say(f"  digests       {facts.digest}{f', secret {facts.key_id}' if facts.key_id else ''}; codec {facts.codec}{key}")
-    say(f"  chunks        {space.chunks} of {identity.geometry.chunk_tokens} tokens, {size(space.nbytes)}")
+    say(f"  chunks        {space.chunks} of {identity.geometry.chunk_tokens} tokens, {format_size(space.nbytes)}")
     for group, layout in zip(identity.geometry.groups, space.layouts(), strict=True):
         window = f", window {group.window}" if group.window else ""
         say(f"  group {layout.group_index}       {group.name}: {group.dtype} {group_shape(group)}{window}")
         stored = "encrypted" if facts.encryption_key_id else "packed"
         plain = "" if facts.codec == CODEC_NONE else f", before they are {stored}"
-        say(f"                objects of {size(layout.nbytes)}{plain}, cells of {size(layout.cell_bytes)}")
+        sizes = f"objects of {format_size(layout.nbytes)}{plain}, cells of {format_size(layout.cell_bytes)}"
+        say(f"{'':<16}{sizes}")
     for name, value in sorted(identity.config.items()):
         say(f"  config        {name} = {value}")
 

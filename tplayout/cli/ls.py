@@ -8,6 +8,7 @@ import click
 
 from tplayout.admin.catalog import Catalog, Namespace, scan
 from tplayout.admin.prefixes import Links, Segment, read_links, tree
+from tplayout.arguments import format_size
 from tplayout.cli.common import (
     age,
     count_of,
@@ -19,7 +20,6 @@ from tplayout.cli.common import (
     open_store,
     progress,
     say,
-    size,
     store_options,
     table,
     unused_secret_option,
@@ -133,7 +133,7 @@ def _print_namespaces(url: str, catalog: Catalog) -> None:
 
 def _row(space: Namespace) -> list[str]:
     oldest, newest = space.times()
-    counts = [str(space.chunks), size(space.nbytes), age(oldest), age(newest)]
+    counts = [str(space.chunks), format_size(space.nbytes), age(oldest), age(newest)]
     if space.document is None:
         reason = "missing" if space.info is None else "damaged"
         return [space.name, f"(namespace.json is {reason})", "?", "?", "?", "?", *counts]
@@ -149,7 +149,7 @@ def _print_about(space: Namespace) -> None:
     say(f"namespace {space.name}: {space.known().model}")
     say(f"  weights  {identity.weights}")
     say(f"  KV       {dtypes(identity.geometry)}, {shape(identity.geometry)}, computed in {identity.compute_dtype}")
-    say(f"  stored   {count_of(space.chunks, 'chunk')} of {tokens} tokens, {size(space.nbytes)}")
+    say(f"  stored   {count_of(space.chunks, 'chunk')} of {tokens} tokens, {format_size(space.nbytes)}")
     say(f"  codec    {stored_as(space.known().storage)}")
 
 
@@ -161,7 +161,7 @@ def _print_prefixes(space: Namespace, segments: list[Segment], links: Links) -> 
             [
                 segment_place(segment, tokens),
                 str(segment.chunks),
-                size(segment.nbytes),
+                format_size(segment.nbytes),
                 age(segment.newest),
                 segment.last.hex()[:SHORT],
                 segment_remark(segment),

@@ -11,6 +11,7 @@ from tplayout.admin.catalog import Secrets
 from tplayout.admin.check import Kind
 from tplayout.admin.quarantine import ON_REQUEST, Move, plan, quarantine
 from tplayout.admin.verify import Report, verify_store
+from tplayout.arguments import format_size
 from tplayout.cli.common import (
     check_can_ask,
     confirm,
@@ -27,7 +28,6 @@ from tplayout.cli.common import (
     progress,
     say,
     secret_option,
-    size,
     store_options,
     yes_option,
 )
@@ -188,7 +188,7 @@ def _print_findings(report: Report, deep: bool) -> None:
         say(f"    fix: {finding.fix}")
     depth = "every byte" if deep else "sizes, headers and keys"
     where = count_of(report.namespaces, "namespace")
-    say(f"{count_of(report.checked, 'object')} in {where} checked ({depth}), {size(report.nbytes)} read")
+    say(f"{count_of(report.checked, 'object')} in {where} checked ({depth}), {format_size(report.nbytes)} read")
     if report.sealed:
         compared = "the stored bytes" if deep else "size and header"
         say(
