@@ -171,9 +171,7 @@ def _from_shards(sets: Sequence[Path], source: str, destination: str, options: d
     _refuse(
         options, "shards to a store", "codec", "chunk_tokens", "dtype", "lossy", "prefixes", "token_files", "namespace"
     )
-    with open_destination(
-        destination, options["storage_options"], options["dst_storage_options"], options["timeout"], source
-    ) as store:
+    with open_destination(source, destination, options) as store:
         identity = _identity(options, sets)
         model = options["model"].resolve().name if options["model"] else ""
         return import_shards(sets, store, identity, model, secrets_of_destination(options), work)
@@ -207,7 +205,7 @@ def _to_shards(source: str, destination: str, options: dict[str, Any], work: Wor
         raise ConfigError(f"DST {destination}: per-rank shards are written to a local directory")
     check_directory(local_path(destination))
     prompts = [read_token_file(path) for path in options["token_files"]]
-    with open_source(source, options["storage_options"], options["timeout"], destination) as store:
+    with open_source(source, destination, options) as store:
         origin = choose_namespace(store, options["namespace"], secrets_of_source(options))
         stages = stages_of(origin.identity.geometry, options["pp"], _partition(options["pp_partition"]))
         keys, index = chosen_prefixes(origin, prompts, options)
@@ -222,10 +220,9 @@ def _to_store(source: str, destination: str, options: dict[str, Any], work: Work
 
     _refuse(options, "a store to a store", "model", "pp_partition")
     prompts = [read_token_file(path) for path in options["token_files"]]
-    given, own, timeout = options["storage_options"], options["dst_storage_options"], options["timeout"]
     with (
-        open_source(source, given, timeout, destination) as store,
-        open_destination(destination, given, own, timeout, source) as target,
+        open_source(source, destination, options) as store,
+        open_destination(source, destination, options) as target,
     ):
         origin = choose_namespace(store, options["namespace"], secrets_of_source(options))
         identity = changed_identity(origin.identity, options["chunk_tokens"], options["dtype"])

@@ -109,9 +109,7 @@ def convert_peer(
     else:
         pages, stated = _open_slots(kind, source, group, tokens, options)
     model = options["model"].resolve().name
-    with open_destination(
-        destination, options["storage_options"], options["dst_storage_options"], options["timeout"], source
-    ) as store:
+    with open_destination(source, destination, options) as store:
         report = import_prompt(
             pages,
             tokens,
@@ -135,7 +133,7 @@ def convert_to_tier(source: str, destination: str, options: dict[str, Any], work
 
     tokens = _prompt(options)
     tier = replace(open_tier(options["engine_config"]), root=_directory(destination))
-    with open_source(source, options["storage_options"], options["timeout"], destination) as store:
+    with open_source(source, destination, options) as store:
         origin = choose_namespace(store, options["namespace"], secrets_of_source(options))
         group = only_group(origin.identity.geometry)
         rows = rows_of(tier, group, options["engine_tp"], options["page_order"])
@@ -153,7 +151,7 @@ def convert_to_transformers(source: str, destination: str, options: dict[str, An
     if not is_local(destination):
         raise ConfigError(f"DST {destination}: a file for transformers is a local one")
     check_file(local_path(destination))
-    with open_source(source, options["storage_options"], options["timeout"], destination) as store:
+    with open_source(source, destination, options) as store:
         origin = choose_namespace(store, options["namespace"], secrets_of_source(options))
         file = local_path(destination)
         return store_to_transformers(origin, tokens, file, work)
@@ -174,9 +172,7 @@ def convert_transformers(source: str, destination: str, options: dict[str, Any],
         raise ConfigError(f"{source} is one rank's shard: name the directory that holds all of them")
     identity = None if options["model"] is None else _identity(options)
     model = "" if options["model"] is None else options["model"].resolve().name
-    with open_destination(
-        destination, options["storage_options"], options["dst_storage_options"], options["timeout"], source
-    ) as store:
+    with open_destination(source, destination, options) as store:
         return import_transformers(
             local_path(source),
             store,

@@ -78,10 +78,9 @@ def run(source: str, destination: str, options: dict[str, Any], move: bool) -> i
     from tplayout.admin.places import check_separate
 
     check_separate(source, destination)
-    given, own, timeout = options["storage_options"], options["dst_storage_options"], options["timeout"]
     with (
-        open_source(source, given, timeout, destination) as origin,
-        open_destination(destination, given, own, timeout, source) as target,
+        open_source(source, destination, options) as origin,
+        open_destination(source, destination, options) as target,
     ):
         if move and not options["dry_run"]:
             confirm(f"Move to {target.url}, and delete from {origin.url} what has arrived?", options["yes"])

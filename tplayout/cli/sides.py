@@ -129,19 +129,24 @@ def is_local(url: str) -> bool:
     return path_of(url) is not None
 
 
-def open_source(url: str, options: Mapping[str, Any], timeout: float, other: str) -> Store:
-    """The store that is read. other: the second URL; options are for both, and a local one takes none."""
-    return open_store(url, {} if is_local(url) and not is_local(other) else options, timeout, must_exist=True)
+def open_source(source: str, destination: str, options: Mapping[str, Any]) -> Store:
+    """The store that is read."""
+    return open_store(source, _shared(source, destination, options), options["timeout"], must_exist=True)
 
 
-def open_destination(url: str, options: Mapping[str, Any], own: Mapping[str, Any], timeout: float, other: str) -> Store:
-    """The store that is written. own: --dst-storage-option."""
+def open_destination(source: str, destination: str, options: Mapping[str, Any]) -> Store:
+    """The store that is written."""
     from tplayout.admin.places import check_directory
 
-    if is_local(url):
-        check_directory(local_path(url))
-    shared = {} if is_local(url) and not is_local(other) else options
-    return open_store(url, own or shared, timeout)
+    if is_local(destination):
+        check_directory(local_path(destination))
+    own = options["dst_storage_options"] or _shared(destination, source, options)
+    return open_store(destination, own, options["timeout"])
+
+
+def _shared(url: str, other: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """--storage-option is for both URLs, but a local one takes none where the other is not."""
+    return {} if is_local(url) and not is_local(other) else options["storage_options"]
 
 
 def local_path(url: str) -> Path:
