@@ -213,6 +213,20 @@ def test_what_are_no_extras_is_refused(extras: object) -> None:
         k.extras_digest(extras)  # type: ignore[arg-type]
 
 
+def test_a_prompt_brings_its_salt_and_nothing_else() -> None:
+    tokens, extras = range(70), k.prefix_extras(16, salt="tenant")
+    assert k.prompt_chain(NAMESPACE, tokens, 16, "tenant") == k.chain(NAMESPACE, tokens, 16, extras)
+    assert k.prompt_chain(NAMESPACE, tokens, 16, None) == k.chain(NAMESPACE, tokens, 16)
+
+
+def test_chains_of_known_digests_are_those_of_their_extras() -> None:
+    extras = k.prefix_extras(16, salt="tenant")
+    whole = k.chain(NAMESPACE, range(70), 16, extras)
+    assert k.chain_of_digests(NAMESPACE, range(70), 16, [chunk.extras for chunk in whole]) == whole
+    rest = k.chain_of_digests(NAMESPACE, range(32, 70), 16, [k.NO_EXTRAS], whole[1].key, 2)
+    assert rest == k.chain(NAMESPACE, range(32, 48), 16, None, whole[1].key, 2)
+
+
 def test_the_directory_of_a_namespace() -> None:
     name = k.namespace_name(bytes(range(32)))
     assert name == bytes(range(16)).hex()

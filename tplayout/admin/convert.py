@@ -20,7 +20,7 @@ from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import ConfigError, GeometryError, NamespaceMismatch, NotFound, TPLayoutError
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
-from tplayout.format.keys import NO_EXTRAS, ROOT, ChunkId, chunk_key
+from tplayout.format.keys import NO_EXTRAS, ChunkId, chain_of_digests
 from tplayout.format.sharding import pp_layer_ranges
 from tplayout.storage.base import Store
 
@@ -49,17 +49,6 @@ class Report:
         return not self.skipped and not self.tally.damaged
 
 
-def chain_of_digests(namespace: bytes, tokens: Sequence[int], extras: Sequence[bytes], size: int) -> list[ChunkId]:
-    """Full chunks of a prefix whose extras are known as digests only. namespace: 32 bytes; extras: one a chunk."""
-    chunks: list[ChunkId] = []
-    parent = ROOT
-    for index, digest in enumerate(extras):
-        own = tuple(tokens[index * size : (index + 1) * size])
-        parent, before = chunk_key(namespace, parent, own, digest), parent
-        chunks.append(ChunkId(parent, before, own, digest, index))
-    return chunks
-
-
 def import_shards(
     directories: Sequence[Path],
     store: Store,
@@ -81,7 +70,7 @@ def import_shards(
             own = _identity_of(shards, identity)
             target = begin_namespace(store, own, model or shards.header.model, secrets, dry_run=work.dry_run)
             tokens = shards.tokens()
-            chunks = chain_of_digests(target.digest, tokens, shards.extras(), target.chunk_tokens)
+            chunks = chain_of_digests(target.digest, tokens, target.chunk_tokens, shards.extras())
             part = parts.part(len(chunks) * len(own.geometry.groups))
             report.tally.add(store_prefix(shards, chunks, target, work.telling(part), done))
             report.prefixes += 1

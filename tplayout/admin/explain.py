@@ -21,7 +21,7 @@ from tplayout.errors import FormatError
 from tplayout.format.digest import secret_id
 from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.identity import Identity
-from tplayout.format.keys import ChunkId, chain, object_name, prefix_extras
+from tplayout.format.keys import ChunkId, object_name, prompt_chain
 from tplayout.storage.base import Store
 
 HIT, MISSING, DAMAGED, REFUSED = "hit", "missing", "damaged", "refused"
@@ -86,8 +86,7 @@ class Prompt:
 
     def chunks(self, identity: Identity) -> list[ChunkId]:
         """The full chunks that a server of this identity would look for."""
-        size = identity.geometry.chunk_tokens
-        return chain(identity.digest(), self.tokens, size, prefix_extras(size, salt=self.salt))
+        return prompt_chain(identity.digest(), self.tokens, identity.geometry.chunk_tokens, self.salt)
 
 
 def explain(

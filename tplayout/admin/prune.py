@@ -19,7 +19,7 @@ from tplayout.cache.chunk_ids import read_id
 from tplayout.cache.pruning import Chunk, link, victims
 from tplayout.errors import ConfigError
 from tplayout.format.encryption_key import EncryptionKey
-from tplayout.format.keys import chain, prefix_extras
+from tplayout.format.keys import prompt_chain
 from tplayout.storage.base import TEMPORARY_AGE_S, ObjectInfo, Store
 
 GRACE_S = 60.0
@@ -168,9 +168,8 @@ def _protect(catalog: Catalog, groups: Mapping[str, list[Chunk]], kept: Kept, yo
 
 def _prompt_keys(namespace: Namespace, kept: Kept) -> set[bytes]:
     identity = namespace.known().identity
-    size = identity.geometry.chunk_tokens
-    extras = prefix_extras(size, salt=kept.salt)
-    return {chunk.key for tokens in kept.prompts for chunk in chain(identity.digest(), tokens, size, extras)}
+    digest, size = identity.digest(), identity.geometry.chunk_tokens
+    return {chunk.key for tokens in kept.prompts for chunk in prompt_chain(digest, tokens, size, kept.salt)}
 
 
 def _choose(decided: Plan, chunks: list[Chunk], limits: Limits, now: float) -> None:

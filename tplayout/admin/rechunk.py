@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from tplayout.admin.catalog import NO_SECRETS, Secrets
 from tplayout.admin.chains import Index, build_index
-from tplayout.admin.convert import Report, chain_of_digests, chunks_of, path_to, skip_gaps
+from tplayout.admin.convert import Report, chunks_of, path_to, skip_gaps
 from tplayout.admin.namespaces import OpenNamespace, begin_copy
 from tplayout.admin.progress import Parts
 from tplayout.admin.transfer import Bits, Place, cells_of, store_prefix
@@ -21,7 +21,7 @@ from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import ConfigError, FormatError, GeometryError, NotFound
 from tplayout.format.geometry import Geometry
 from tplayout.format.identity import Identity
-from tplayout.format.keys import NO_EXTRAS, ChunkId
+from tplayout.format.keys import NO_EXTRAS, ChunkId, chain_of_digests
 from tplayout.storage.base import Store
 
 
@@ -100,7 +100,7 @@ def rechunk(
             continue
         sizes = [{group: info.size for group, info in index.chunks[key].objects.items()} for key in path]
         source = _Chunks(origin, chunks, sizes, converters, report)
-        ids = chain_of_digests(target.digest, tokens, extras, target.chunk_tokens)
+        ids = chain_of_digests(target.digest, tokens, target.chunk_tokens, extras)
         report.tally.add(store_prefix(source, ids, target, work.telling(part), done))
         report.prefixes += 1
         report.rest += len(tokens) % target.chunk_tokens

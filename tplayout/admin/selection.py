@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tplayout.admin.chains import Index
 from tplayout.errors import ConfigError, NotFound
-from tplayout.format.keys import ChunkId, chain, prefix_extras
+from tplayout.format.keys import ChunkId, prompt_chain
 
 _HEX = re.compile(r"[0-9a-f]{4,64}")
 _MAX_FILE_BYTES = 256 * 2**20
@@ -37,8 +37,7 @@ def read_token_file(path: Path) -> list[int]:
 def prompt_chunks(index: Index, tokens: Sequence[int], salt: str | None = None) -> list[ChunkId]:
     """The chunks of a prompt that are stored, from the first on up to the first gap. Raises NotFound if none is."""
     namespace = index.namespace
-    size = namespace.chunk_tokens
-    chunks = chain(namespace.digest, tokens, size, prefix_extras(size, salt=salt))
+    chunks = prompt_chain(namespace.digest, tokens, namespace.chunk_tokens, salt)
     stored = [chunk.key in index.chunks for chunk in chunks]
     count = stored.index(False) if False in stored else len(stored)
     if not count:

@@ -165,15 +165,32 @@ def chain(
     """
     if chunk_tokens < 1:
         raise GeometryError(f"chunk_tokens is {chunk_tokens}, must be 1 or more")
+    indices = range(start, start + len(tokens) // chunk_tokens)
+    extras = [NO_EXTRAS if extras_for_chunk is None else extras_digest(extras_for_chunk(index)) for index in indices]
+    return chain_of_digests(namespace, tokens, chunk_tokens, extras, parent, start)
+
+
+def chain_of_digests(
+    namespace: bytes,
+    tokens: Sequence[int],
+    chunk_tokens: int,
+    extras: Sequence[bytes],
+    parent: bytes = ROOT,
+    start: int = 0,
+) -> list[ChunkId]:
+    """As `chain`, for as many chunks as have an extras digest."""
     chunks: list[ChunkId] = []
-    for offset in range(0, len(tokens) - chunk_tokens + 1, chunk_tokens):
-        index = start + offset // chunk_tokens
-        own = tuple(tokens[offset : offset + chunk_tokens])
-        extras = NO_EXTRAS if extras_for_chunk is None else extras_digest(extras_for_chunk(index))
-        key = chunk_key(namespace, parent, own, extras)
-        chunks.append(ChunkId(key, parent, own, extras, index))
+    for number, digest in enumerate(extras):
+        own = tuple(tokens[number * chunk_tokens : (number + 1) * chunk_tokens])
+        key = chunk_key(namespace, parent, own, digest)
+        chunks.append(ChunkId(key, parent, own, digest, start + number))
         parent = key
     return chunks
+
+
+def prompt_chain(namespace: bytes, tokens: Sequence[int], chunk_tokens: int, salt: str | None) -> list[ChunkId]:
+    """The full chunks of a prompt as a request without adapter and multimodal items brings it."""
+    return chain(namespace, tokens, chunk_tokens, prefix_extras(chunk_tokens, salt=salt))
 
 
 def object_name(namespace_hex: str, key: bytes, group_index: int) -> str:
