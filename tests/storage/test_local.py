@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.rights import unprivileged
 from tplayout.errors import Forbidden, NotFound, StorageError, StorageErrorKind, StorageFull, StorageTimeout, Unusable
-from tplayout.storage.base import is_temporary
+from tplayout.storage.base import is_temporary, target_of, temporary_name
 from tplayout.storage.local import LocalStore
 
 MIB = 1 << 20
@@ -544,3 +544,9 @@ class TestReadingFromThePageCache:
 def test_a_relative_root_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="absolute"):
         LocalStore("cache")
+
+
+@pytest.mark.parametrize("key", ["x", "ab/cd/a.0.safetensors", "ns/namespace.json"])
+def test_a_temporary_tells_what_is_written(key: str) -> None:
+    parent, slash, name = key.rpartition("/")
+    assert target_of(parent + slash + temporary_name(name)) == key

@@ -8,9 +8,9 @@ import pytest
 from s3_server import S3Server
 
 from tests.support.rights import unprivileged
-from tplayout.admin.catalog import RESERVED, scan
+from tplayout.admin.catalog import scan
 from tplayout.errors import Forbidden, StorageError, Unavailable, Unusable
-from tplayout.storage.base import Store
+from tplayout.storage.base import RESERVED, Store
 from tplayout.storage.local import LocalStore
 from tplayout.storage.trial import DIRECTORY, try_writing
 from tplayout.storage.url import open_store

@@ -19,9 +19,8 @@ from tplayout.format.encryption_key import EncryptionKey
 from tplayout.format.identity import NamespaceDocument
 from tplayout.format.keys import is_namespace, namespace_object, parse_object_name
 from tplayout.format.layout import ChunkLayout, layouts_of
-from tplayout.storage.base import ObjectInfo, Store
+from tplayout.storage.base import RESERVED, ObjectInfo, Store
 
-RESERVED = "tplayout-"
 QUARANTINE = f"{RESERVED}quarantine"
 
 _SOME_HEX = re.compile(r"[0-9a-f]{4,32}")

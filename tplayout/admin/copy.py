@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tplayout.admin.catalog import NO_SECRETS, RESERVED, Secrets
+from tplayout.admin.catalog import NO_SECRETS, Secrets
 from tplayout.admin.chains import Index, build_index
 from tplayout.admin.convert import Report, path_to
 from tplayout.admin.namespaces import OpenNamespace, begin_copy
@@ -19,7 +19,7 @@ from tplayout.admin.transfer import Tally, resealed
 from tplayout.admin.work import SIMPLY, Work
 from tplayout.errors import ConfigError, FormatError, NotFound
 from tplayout.format.keys import namespace_object
-from tplayout.storage.base import Store
+from tplayout.storage.base import RESERVED, Store
 
 Place = tuple[bytes, int, int]  # key of a chunk, index of a group, bytes of the object in the source
 

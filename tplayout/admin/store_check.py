@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from tplayout.admin.catalog import RESERVED
 from tplayout.admin.diagnosis import Finding, Level
 from tplayout.errors import Forbidden, NotFound, StorageError, StorageErrorKind, StorageFull, StorageTimeout
-from tplayout.storage.base import Store
+from tplayout.storage.base import RESERVED, Store
 
 T = TypeVar("T")
 

@@ -19,10 +19,10 @@ from tplayout.cache.codec import make_codec, require
 from tplayout.cache.namespace import read_document
 from tplayout.cache.packing import plain_store
 from tplayout.cache.pruning import Chunk, link, victims
-from tplayout.errors import TPLayoutError
+from tplayout.errors import FormatError, TPLayoutError
 from tplayout.format.keys import ROOT, parse_object_name
 from tplayout.format.layout import CODEC_NONE, CODEC_SHUFFLE_ZSTD, ChunkLayout, layouts_of
-from tplayout.storage.base import TEMPORARY_AGE_S, Store
+from tplayout.storage.base import TEMPORARY_AGE_S, Store, target_of
 from tplayout.storage.capped import CappedStore
 
 _RECENTLY_S = 60.0  # so long after it was written a chunk may be waiting for the one before it
@@ -78,10 +78,10 @@ class Evictor:
             self.alive_at = time.monotonic()
             begun = self._look_at_temporaries()
             with self._lock:
-                begun |= {writing.hex() for writing in self._writing}
+                begun |= set(self._writing)
             short = nbytes - self._store.room()
             chunks = self._chunks({key, parent})
-            if parent != ROOT and parent.hex() not in begun and not any(chunk.key == parent for chunk in chunks):
+            if parent != ROOT and parent not in begun and not any(chunk.key == parent for chunk in chunks):
                 recently = time.time() - _RECENTLY_S
                 chunks = [chunk for chunk in chunks if chunk.used < recently]
             going = _first(chunks, short, short + self._store.max_bytes // _SPARE)
@@ -99,14 +99,16 @@ class Evictor:
             count, self._count = self._count, 0
         return count
 
-    def _look_at_temporaries(self) -> set[str]:
-        """Remove what dead writers left. Returns the keys of the chunks that are being written, in hex."""
-        old, dead, begun = time.time() - TEMPORARY_AGE_S, [], set()
+    def _look_at_temporaries(self) -> set[bytes]:
+        """Remove what dead writers left. Returns the keys of the chunks that are being written."""
+        old, dead = time.time() - TEMPORARY_AGE_S, []
+        begun: set[bytes] = set()
         for info in self._store.temporaries():
             if info.modified is not None and info.modified < old:
                 dead.append(info.key)
             else:
-                begun.add(info.key.rpartition("/")[2].split(".")[1])
+                with contextlib.suppress(FormatError):  # not a chunk's
+                    begun.add(parse_object_name(target_of(info.key)).key)
         self._store.remove_temporaries(dead)
         return begun
 

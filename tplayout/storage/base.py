@@ -26,6 +26,7 @@ Bools = list[bool]
 Buffer = bytes | bytearray | memoryview
 
 DEFAULT_TIMEOUT_S = 30.0
+RESERVED = "tplayout-"  # a first component that begins so is a tool's
 TEMPORARY_AGE_S = 3600.0  # a writer that still lives has long finished
 MAX_KEY_BYTES = 1024  # S3's limit
 MAX_COMPONENT_BYTES = 200  # NAME_MAX is 255, and a temporary's name is longer than its object's
@@ -265,6 +266,12 @@ def is_stranger(path: str) -> bool:
 def temporary_name(name: str) -> str:
     """A name nobody else uses, for writing the object `name` beside its place: `.<name>.<pid>.<random>.tmp`."""
     return f".{name}.{os.getpid()}.{os.urandom(8).hex()}.tmp"
+
+
+def target_of(temporary: str) -> str:
+    """The object that is written under a temporary name, as `Store.temporaries` lists it."""
+    parent, slash, name = temporary.rpartition("/")
+    return parent + slash + name.removeprefix(".").rsplit(".", 3)[0]
 
 
 def _fault(key: object) -> str:

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tplayout.errors import OverLimit, StorageTimeout, Unavailable
 from tplayout.storage import beneath
-from tplayout.storage.base import DEFAULT_TIMEOUT_S, ObjectInfo
+from tplayout.storage.base import DEFAULT_TIMEOUT_S, RESERVED, ObjectInfo
 from tplayout.storage.bounded import Deadline
 from tplayout.storage.local import LocalStore
 
-DIRECTORY = "tplayout-usage"  # not counted itself
+DIRECTORY = f"{RESERVED}usage"  # not counted itself
 ACCOUNT = f"{DIRECTORY}/bytes"
 EVICTING = f"{DIRECTORY}/evicting"
 

@@ -9,9 +9,9 @@ import contextlib
 import secrets
 
 from tplayout.errors import OverLimit, StorageError, Unavailable
-from tplayout.storage.base import Store
+from tplayout.storage.base import RESERVED, Store
 
-DIRECTORY = "tplayout-probe"
+DIRECTORY = f"{RESERVED}probe"
 _BYTES = 4096
 
 
