@@ -147,7 +147,8 @@ def test_without_the_key_only_what_is_stored_is_looked_at(kit: Any) -> None:
     layout, buf, chunk = sealed(kit, hasher)
     stored = bytearray(Aes256Gcm(hasher, KEY.id, KEY).pack(buf, layout, chunk.key))
     blind = Aes256Gcm(hasher, KEY.id, None)
-    assert not blind.has_key
+    assert blind.closed is blind
+    assert Aes256Gcm(hasher, KEY.id, KEY).closed is None
     blind.check(stored, layout, chunk.key)
     blind.check_head(stored[: blind.info_bytes(layout)], len(stored), layout)
     for call in (blind.unpack, blind.pack, blind.salvage):

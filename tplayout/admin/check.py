@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from tplayout.admin.catalog import Catalog, Secrets, Stored, hasher_of
 from tplayout.admin.rate import RateLimit
-from tplayout.cache.codec import Aes256Gcm, Codec, require
+from tplayout.cache.codec import Codec, require
 from tplayout.errors import (
     Forbidden,
     FormatError,
@@ -135,8 +135,8 @@ class Checker:
             return Verdict(fault=_of_length(error))
         data = buf[:length]
         try:
-            if isinstance(context.codec, Aes256Gcm) and not context.codec.has_key:
-                context.codec.check(data, layout, stored.key)
+            if context.codec.closed is not None:
+                context.codec.closed.check(data, layout, stored.key)
                 return Verdict(nbytes=length, sealed=True)
             chunk = verify(context.codec.unpack(data, layout, stored.key), layout, context.digest, stored.key, hasher)
             return Verdict(chunk, nbytes=length)
@@ -151,8 +151,8 @@ class Checker:
         self._limit.take(wanted)
         try:
             head = self._store.get_range(stored.name, 0, wanted)
-            if isinstance(context.codec, Aes256Gcm) and not context.codec.has_key:
-                context.codec.check_head(head, stored.size, layout)
+            if context.codec.closed is not None:
+                context.codec.closed.check_head(head, stored.size, layout)
                 return Verdict(nbytes=wanted, sealed=True)
             plain, size = context.codec.beginning(head, stored.size, layout, stored.key)
             chunk = check_info(plain, size, layout, context.digest, stored.key)
@@ -199,7 +199,7 @@ class Checker:
             return None
         for namespace, context in self._of.items():
             known = theirs in context.layouts and codec == context.codec.name
-            if context.hasher is None or not known or isinstance(context.codec, Aes256Gcm):
+            if context.hasher is None or not known or context.codec.encrypts:
                 continue
             try:
                 plain = context.codec.unpack(data, theirs, b"")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tplayout.admin.catalog import QUARANTINE, Namespace, Secrets, Stored, hasher_of, key_of, scan
 from tplayout.cache.arrays import from_bits
-from tplayout.cache.codec import Aes256Gcm, Codec, check_key, make_codec, require
+from tplayout.cache.codec import Codec, check_key, make_codec, require
 from tplayout.errors import ConfigError, FormatError, NotFound, Reason, StorageError, StorageErrorKind
 from tplayout.format.chunk import read_chunk_id, verify
 from tplayout.format.digest import CellHasher
@@ -181,15 +181,15 @@ def _plain(
 ) -> tuple[memoryview | None, FormatError | None]:
     """The plain object, or what is left of it (None for what is encrypted and cannot be opened), and what is wrong."""
     try:
-        if isinstance(codec, Aes256Gcm) and not codec.has_key:
-            codec.check(raw, layout, stored.key)
+        if codec.closed is not None:
+            codec.closed.check(raw, layout, stored.key)
             return None, None
         return codec.unpack(raw, layout, stored.key), None
     except FormatError as error:
         try:
             return codec.salvage(raw, layout, stored.key), error
         except FormatError:
-            if isinstance(codec, Aes256Gcm):
+            if codec.encrypts:
                 return None, error
             raise error.at(stored.name) from None
 

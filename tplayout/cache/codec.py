@@ -43,6 +43,12 @@ class Codec(Protocol):
     """How objects are stored. layout: of the plain object; key: the chunk's, from the object's name."""
 
     name: str
+    encrypts: bool
+
+    @property
+    def closed(self) -> Aes256Gcm | None:
+        """Itself if objects are encrypted and the key is not at hand, so that only what is stored can be checked."""
+        ...
 
     def sizes(self, layout: ChunkLayout) -> range:
         """What a stored object may have, in bytes."""
@@ -84,6 +90,8 @@ class Plain:
     """The codec none: objects are stored as they are."""
 
     name = CODEC_NONE
+    encrypts = False
+    closed = None
 
     def sizes(self, layout: ChunkLayout) -> range:
         """See `Codec`."""
@@ -126,6 +134,8 @@ class ShuffleZstd:
     """The codec shuffle-zstd; safe to use from many threads."""
 
     name = CODEC_SHUFFLE_ZSTD
+    encrypts = False
+    closed = None
 
     def __init__(self, hasher: CellHasher | None) -> None:
         """hasher: of the namespace; None to read without authenticating what is stored, and to write nothing."""
@@ -174,6 +184,7 @@ class Aes256Gcm:
     """The codec aes-256-gcm; safe to use from many threads. Without the key it can only look at what is stored."""
 
     name = CODEC_AES_256_GCM
+    encrypts = True
 
     def __init__(self, hasher: CellHasher | None, key_id: str, key: EncryptionKey | None) -> None:
         """hasher: see `ShuffleZstd`. key_id: of the key that objects are encrypted with; key: None if not at hand."""
@@ -182,9 +193,9 @@ class Aes256Gcm:
         self._key = key
 
     @property
-    def has_key(self) -> bool:
-        """Whether objects can be opened."""
-        return self._key is not None
+    def closed(self) -> Aes256Gcm | None:
+        """See `Codec`."""
+        return self if self._key is None else None
 
     def layout(self, layout: ChunkLayout) -> EncryptedLayout:
         """Of what is stored."""
