@@ -8,6 +8,7 @@ from tests.support.filled_store import fill, flip, group, identity, layout_of_gr
 from tplayout.admin.catalog import scan
 from tplayout.admin.prefixes import Segment, read_links, tree, unreachable
 from tplayout.cache import Cache
+from tplayout.cache.prefix import servable
 from tplayout.storage.base import Store
 from tplayout.storage.url import open_store
 
@@ -89,6 +90,20 @@ def test_where_all_groups_are_windows_a_long_run_needs_no_beginning(store):
     parents = {chunk.key: chunk.parent for chunk in chunks if chunk.key in there}
     behind = unreachable(cache.geometry, there, parents)  # 1..3 and 7..9 fill the window, 5 does not
     assert behind == {chunks[4].key: [chunks[5].key]}
+
+
+@pytest.mark.parametrize(("window", "long_enough"), [(1, 1), (2, 1), (5, 1), (6, 2), (9, 2), (10, 3), (13, 3)])
+def test_a_run_is_as_long_as_servers_need_it(store, window, long_enough):
+    """With chunks of 4 tokens. The next token is in its window too, and is computed anyway."""
+    cache = Cache.open(store, identity(group("w", "window", window=window)))
+    chunks = fill(cache, range(40))
+    parents = {chunk.key: chunk.parent for chunk in chunks}
+    for run in (1, 2, 3):
+        there = {chunk.key: [0] for chunk in chunks[10 - run :]}
+        exist = {(index, 0) for index in range(10 - run, 10)}
+        served = servable(cache.geometry, 10, lambda places, exist=exist: [place in exist for place in places])
+        assert (served == 10) == (run >= long_enough)
+        assert (unreachable(cache.geometry, there, parents) == {}) == (served == 10)
 
 
 def test_the_scan_sorts_names(store):

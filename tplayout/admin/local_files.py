@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,8 +134,6 @@ def _path_of(fd: int) -> str:
 @contextlib.contextmanager
 def os_errors() -> Iterator[None]:
     """OSError of local files in the words of a store, for one line to the user."""
-    import errno
-
     try:
         yield
     except OSError as error:

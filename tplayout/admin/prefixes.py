@@ -160,7 +160,9 @@ def _run(
 
 def _drop_served_windows(geometry: Geometry, behind: dict[bytes, list[bytes]], parents: Mapping[bytes, bytes]) -> None:
     """Forget the chunks that lie in a run which is long enough to fill all windows."""
-    reach = max(-(-(group.window or 1) // geometry.chunk_tokens) for group in geometry.groups)
+    # Of its window, the next token itself is not stored: see `window_start`.
+    widest = max((group.window or 1) - 1 for group in geometry.groups)
+    reach = max(1, -(-widest // geometry.chunk_tokens))
     for gap, keys in list(behind.items()):
         inside = set(keys)
         served: set[bytes] = set()
