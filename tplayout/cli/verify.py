@@ -32,8 +32,7 @@ from tplayout.cli.common import (
     yes_option,
 )
 from tplayout.errors import ConfigError
-from tplayout.format.encryption_key import EncryptionKey
-from tplayout.storage.base import TEMPORARY_AGE_S
+from tplayout.storage.base import TEMPORARY_AGE_S, Store
 
 _EPILOG = """\b
 JSON:
@@ -95,25 +94,7 @@ Examples:
 @yes_option
 @store_options
 @json_option
-def command(
-    url: str,
-    namespace: str | None,
-    names: tuple[str, ...],
-    quick: bool,
-    max_rate: int | None,
-    journal: str | None,
-    temporary_age: float,
-    move: bool,
-    also: tuple[str, ...],
-    jobs: int,
-    secret: bytes | None,
-    encryption_key: EncryptionKey | None,
-    dry_run: bool,
-    yes: bool,
-    storage_options: dict[str, Any],
-    timeout: float,
-    as_json: bool,
-) -> int:
+def command(url: str, quick: bool, move: bool, as_json: bool, **options: Any) -> int:
     """Check every object of the store at URL: is it what its name says, complete and undamaged?
 
     Every byte is read and compared with its digest (--quick: sizes, headers and keys). Damage makes the exit code 1.
@@ -123,57 +104,64 @@ def command(
     no forgery. Who gives a secret or a key is told which namespaces were written without; they make the exit code 1,
     and --quarantine leaves them where they are.
     """
-    if (dry_run or also) and not move:
+    if (options["dry_run"] or options["also"]) and not move:
         raise ConfigError("--dry-run and --also go with --quarantine: nothing else changes anything")
-    if move and not dry_run:
-        check_can_ask("Move what is damaged to tplayout-quarantine/?", yes)  # now, not after hours of reading
-    secrets = Secrets(secret, encryption_key)
-    with open_store(url, storage_options, timeout, must_exist=True) as store:
+    if move and not options["dry_run"]:
+        # Now, not after hours of reading.
+        check_can_ask("Move what is damaged to tplayout-quarantine/?", options["yes"])
+    deep, secrets = not quick, Secrets(options["secret"], options["encryption_key"])
+    with open_store(url, options["storage_options"], options["timeout"], must_exist=True) as store:
         with progress("verifying") as tick:
             report = verify_store(
                 store,
                 secrets=secrets,
-                deep=not quick,
-                namespace=namespace,
-                only=names,
-                jobs=jobs,
-                max_rate=max_rate,
-                temporary_age=temporary_age,
-                journal_path=journal,
+                deep=deep,
+                namespace=options["namespace"],
+                only=options["names"],
+                jobs=options["jobs"],
+                max_rate=options["max_rate"],
+                temporary_age=options["temporary_age"],
+                journal_path=options["journal"],
                 progress=tick,
             )
-        nothing = not report.namespaces and not report.findings
-        if nothing:
-            note(f"nothing is stored in {store.url}, and nothing was checked: is the URL right?")
-        elif not report.namespaces:
-            note(f"no namespace is stored in {store.url}: is the URL right? What lies there may be somebody's")
+        _note_absence(store.url, report)
         if not as_json:
-            _print_findings(report, deep=not quick)
-        moves: list[Move] = []
-        chosen = plan(report.findings, ON_REQUEST if names else [Kind(kind) for kind in also]) if move else []
-        if chosen and dry_run:
-            note(f"would move {_counted(chosen)} to tplayout-quarantine/ (temporaries are deleted)")
-        elif chosen:
-            confirm(f"Move {_counted(chosen)} to tplayout-quarantine/ in {store.url}?", yes)
-            with progress("moving") as tick:
-                moves = quarantine(
-                    store,
-                    chosen,
-                    secrets=secrets,
-                    deep=not quick,
-                    jobs=jobs,
-                    progress=tick,
-                )
+            _print_findings(report, deep)
+        moves = _move(store, report, secrets, deep, options) if move else []
         moved = {done.name for done in moves if not done.left}
         remaining = [finding for finding in report.damage if finding.name not in moved]
         if as_json:
-            sound = None if nothing else not remaining
-            emit_json(_document(store.url, report, sound, moves, not quick))
+            sound = not remaining if _found_something(report) else None
+            emit_json(_document(store.url, report, sound, moves, deep))
         else:
             _print_moves(moves)
             if moves and report.damage and not remaining:
                 say("nothing of what was found is left in its place")
     return 1 if remaining else 0
+
+
+def _found_something(report: Report) -> bool:
+    return bool(report.namespaces or report.findings)
+
+
+def _note_absence(url: str, report: Report) -> None:
+    """Say that a store may be the wrong one."""
+    if not _found_something(report):
+        note(f"nothing is stored in {url}, and nothing was checked: is the URL right?")
+    elif not report.namespaces:
+        note(f"no namespace is stored in {url}: is the URL right? What lies there may be somebody's")
+
+
+def _move(store: Store, report: Report, secrets: Secrets, deep: bool, options: dict[str, Any]) -> list[Move]:
+    """Move what was found to quarantine, as far as the options and the user say so."""
+    chosen = plan(report.findings, ON_REQUEST if options["names"] else [Kind(kind) for kind in options["also"]])
+    if chosen and options["dry_run"]:
+        note(f"would move {_counted(chosen)} to tplayout-quarantine/ (temporaries are deleted)")
+    if not chosen or options["dry_run"]:
+        return []
+    confirm(f"Move {_counted(chosen)} to tplayout-quarantine/ in {store.url}?", options["yes"])
+    with progress("moving") as tick:
+        return quarantine(store, chosen, secrets=secrets, deep=deep, jobs=options["jobs"], progress=tick)
 
 
 def _counted(findings: list[Any]) -> str:
@@ -196,7 +184,7 @@ def _print_findings(report: Report, deep: bool) -> None:
             "for want of the key (--encryption-key-file)"
         )
     kinds = Counter(finding.kind.value for finding in report.damage)
-    if not report.namespaces and not report.findings:
+    if not _found_something(report):
         say("nothing to check")
     elif kinds:
         say("NOT sound: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
