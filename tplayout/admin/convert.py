@@ -13,7 +13,7 @@ from tplayout.admin.local_files import ReadFile
 from tplayout.admin.namespaces import OpenNamespace, begin_namespace
 from tplayout.admin.parallel import in_order
 from tplayout.admin.progress import Parts
-from tplayout.admin.shard_files import ShardHeader, ranks_of, read_shard_header
+from tplayout.admin.shard_files import Rank, ShardHeader, ranks_of, read_shard_header
 from tplayout.admin.shards import ShardSet, ShardWriter, find_shard_sets, is_shard_file, shard_files
 from tplayout.admin.transfer import Place, Tally, read_prefix, store_prefix
 from tplayout.admin.work import SIMPLY, Work
@@ -137,35 +137,41 @@ def export_shards(
     parts = Parts(work.progress, sum(map(len, paths)) * groups)
     for path in paths:
         part = parts.part(len(path) * groups)
-        chunks = chunks_of(index, path)
-        absent = _absent(index, path)
-        has_extras = any(chunk.extras != NO_EXTRAS for chunk in chunks)
-        length = len(chunks) * origin.chunk_tokens
-        model = origin.document.model
-        headers = [
-            ShardHeader(rank, origin.identity.geometry, length, origin.identity, model, absent, has_extras)
-            for rank in ranks
-        ]
         report.prefixes += 1
         if work.dry_run:
-            report.files_written += len(headers)
-            continue
-        place = directory / path[-1].hex()[:32]
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        writer = ShardWriter(place, headers, tokens, [chunk.extras for chunk in chunks])
-        try:
-            report.files_present += writer.present
-            if writer.missing:
-                tally = read_prefix(origin, chunks, writer, work.telling(part))
-                report.tally.add(tally)
-                if tally.damaged:
-                    report.skipped[path[-1].hex()] = f"{len(tally.damaged)} damaged objects"
-                    continue
-                writer.publish()
-                report.files_written += writer.missing
-        finally:
-            writer.discard()
+            report.files_written += len(ranks)
+        else:
+            _export_prefix(index, path, directory, ranks, report, work.telling(part))
     return report
+
+
+def _export_prefix(
+    index: Index, path: Sequence[bytes], directory: Path, ranks: Sequence[Rank], report: Report, work: Work
+) -> None:
+    """One prefix as a shard set, unless an object of it is damaged. path: keys from the first chunk on."""
+    origin, chunks = index.namespace, chunks_of(index, path)
+    absent = _absent(index, path)
+    has_extras = any(chunk.extras != NO_EXTRAS for chunk in chunks)
+    identity, length = origin.identity, len(chunks) * origin.chunk_tokens
+    headers = [
+        ShardHeader(rank, identity.geometry, length, identity, origin.document.model, absent, has_extras)
+        for rank in ranks
+    ]
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    writer = ShardWriter(directory / path[-1].hex()[:32], headers, tokens, [chunk.extras for chunk in chunks])
+    try:
+        report.files_present += writer.present
+        if not writer.missing:
+            return
+        tally = read_prefix(origin, chunks, writer, work)
+        report.tally.add(tally)
+        if tally.damaged:
+            report.skipped[path[-1].hex()] = f"{len(tally.damaged)} damaged objects"
+            return
+        writer.publish()
+        report.files_written += writer.missing
+    finally:
+        writer.discard()
 
 
 def _check_same_split(directory: Path, names: Collection[str]) -> None:

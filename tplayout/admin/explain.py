@@ -114,29 +114,42 @@ def explain(
     answer = Explanation(identity, space is not None, len(prompt.tokens))
     chunks = prompt.chunks(identity)
     if not chunks:
-        size = identity.geometry.chunk_tokens
-        text = f"the prompt has {len(prompt.tokens)} tokens, a chunk {size}: only full chunks are stored"
-        answer.causes.append(Cause(Why.TOO_SHORT, text, field="tokens", ours=len(prompt.tokens), theirs=size))
+        answer.causes.append(_too_short(answer))
         return answer
     if fault is not None:
         text = f"namespace.json is damaged ({fault}): servers refuse it; `tplayout verify` tells the fix"
         answer.causes.append(Cause(Why.DOCUMENT, text, identity.namespace))
     answer.chunks = [ChunkState(chunk, MISSING, "") for chunk in chunks]
     if space is not None:
-        refused = _secret_cause(space, secrets.secret) or _key_cause(space, secrets.encryption_key)
-        used = replace(secrets, encryption_key=None) if refused else secrets
-        answer.chunks = _states(store, space, chunks, used, deep and refused is None, jobs, progress)
-        if refused is None:
-            answer.hit_chunks = _servable(identity, answer.chunks)
-        else:
-            answer.chunks = [replace(one, state=REFUSED) if one.state == HIT else one for one in answer.chunks]
-            answer.causes.append(refused)
+        _look_in(answer, store, space, secrets, deep, jobs, progress)
     if not answer.is_hit and not answer.causes:
         catalog = scan(store) if catalog is None else catalog
         answer.causes += _chunk_causes(store, catalog, answer, jobs, max_scan, secrets.encryption_key)
         answer.nearby = _nearby(store, catalog, answer, wanted, prompt)
         _conclude(answer, catalog)
     return answer
+
+
+def _too_short(answer: Explanation) -> Cause:
+    """Why a prompt without a full chunk cannot hit."""
+    size = answer.identity.geometry.chunk_tokens
+    text = f"the prompt has {answer.tokens} tokens, a chunk {size}: only full chunks are stored"
+    return Cause(Why.TOO_SHORT, text, field="tokens", ours=answer.tokens, theirs=size)
+
+
+def _look_in(
+    answer: Explanation, store: Store, space: Namespace, secrets: Secrets, deep: bool, jobs: int, progress: Progress
+) -> None:
+    """Put into the answer what of its chunks the identity's namespace holds, and how many a server would use."""
+    chunks = [one.chunk for one in answer.chunks]
+    refused = _secret_cause(space, secrets.secret) or _key_cause(space, secrets.encryption_key)
+    used = replace(secrets, encryption_key=None) if refused else secrets
+    answer.chunks = _states(store, space, chunks, used, deep and refused is None, jobs, progress)
+    if refused is None:
+        answer.hit_chunks = _servable(answer.identity, answer.chunks)
+    else:
+        answer.chunks = [replace(one, state=REFUSED) if one.state == HIT else one for one in answer.chunks]
+        answer.causes.append(refused)
 
 
 def _namespace(store: Store, identity: Identity) -> tuple[Namespace | None, FormatError | None]:
