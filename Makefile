@@ -19,7 +19,7 @@ export no_proxy := 127.0.0.1,localhost$(if $(no_proxy),$(comma)$(no_proxy))
 export NO_PROXY := $(no_proxy)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-old setup-ceph demo demo-s3 test test-all lint fmt bench bench-quick fuzz faults soak clean distclean
+.PHONY: help setup setup-old setup-ceph demo demo-s3 test test-all lint fmt bench bench-quick bench-timeline fuzz faults soak clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -60,6 +60,9 @@ bench: setup ## measure copies, digests, stores and lookups against what the mac
 
 bench-quick: setup ## the same in five minutes: fewer rounds, smaller stores
 	@PYTHONPATH=tools $(PY) -m bench --quick
+
+bench-timeline: setup ## where the time of a reload goes: a table, and a picture in tools/bench/results (two minutes)
+	@PYTHONPATH=tools $(PY) -m bench.timeline
 
 fuzz: setup ## feed mutated files to everything that reads files of others [FUZZ_BYTES=1e9]
 	@$(PY) tools/fuzz.py --bytes $(FUZZ_BYTES)

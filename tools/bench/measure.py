@@ -61,7 +61,8 @@ class Setting:
     chunk, large: chunks of 8 and of 80 MiB. objects, large_objects: of one chunk each, stored and fetched at a time.
     runs: rounds of a comparison; it ends after `seconds`, once it has `least` of them. copies, short: `runs` and
     `seconds` of what takes some ms, or less than one. prefix: chunks that are looked up. growth: chunks of the stores
-    that are compared, the smallest first. everything: also what takes long and says little new.
+    that are compared, the smallest first. reloads: rounds of reloads through a vLLM engine, 0 for no engines at all.
+    everything: also what takes long and says little new.
     """
 
     chunk: Shape = Shape(32, 4, 64)
@@ -76,11 +77,21 @@ class Setting:
     short: tuple[int, float] = (101, 4.0)
     prefix: int = 128
     growth: Sequence[int] = (100, 10_000, 100_000)
+    reloads: int = 11
     everything: bool = True
     ceph: bool = True
 
 
-QUICK = Setting(runs=7, least=3, seconds=2.0, copies=(15, 0.5), short=(31, 1.5), growth=(100, 10_000), everything=False)
+QUICK = Setting(
+    runs=7,
+    least=3,
+    seconds=2.0,
+    copies=(15, 0.5),
+    short=(31, 1.5),
+    growth=(100, 10_000),
+    reloads=3,
+    everything=False,
+)
 TINY = Setting(
     chunk=Shape(2, 4, 8),
     large=Shape(2, 8, 8),
@@ -94,6 +105,7 @@ TINY = Setting(
     short=(1, 0.0),
     prefix=4,
     growth=(4, 8),
+    reloads=0,
     everything=False,
     ceph=False,
 )

