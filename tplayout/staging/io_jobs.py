@@ -31,7 +31,7 @@ from tplayout.staging.region import Region
 from tplayout.storage.base import Buffer, Store
 
 _TOUCH_S = 1.0
-_ROOM_TRIES = 3
+_ROOM_PAUSES_S = (0.1, 0.3, 0.6)  # between attempts to make room
 _DOCUMENT_S = 60.0  # between looks at namespace.json
 _WRITTEN_S = 5.0  # the same, once we have written it
 _WAY_OUT = "restart this server, which takes over how the namespace is kept, or says what to change"
@@ -64,12 +64,13 @@ class Bench:
         if self.evictor is None:
             return self.store.put(name, data)
         with self.evictor.writing(key):
-            for _ in range(_ROOM_TRIES):  # what one makes room for, another may take
+            # What one makes room for, another may take; and the chunk before this one may not have been begun yet.
+            for pause in _ROOM_PAUSES_S:
                 try:
                     return self.store.put(name, data)
                 except OverLimit as error:
                     if not self.evictor.make_room(error.nbytes, key, parent):
-                        raise
+                        time.sleep(pause)
             self.store.put(name, data)
 
 
