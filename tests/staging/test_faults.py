@@ -354,7 +354,7 @@ def test_a_store_that_is_fast_again_is_found_out(world):
     chains = [world.chunks(2, seed) for seed in range(30)]
     for chunks in chains:
         world.store_only(stager, chunks)
-    world.fail(get_into={"delay": 0.3})
+    world.fail(get_into={"delay": 1.0})
     stager.start_lookup("slow", chains[0])
     world.finish(stager, "slow")
     world.fail()
