@@ -123,8 +123,11 @@ def test_the_format_does_no_io(file):
     assert not called & {"open", "print", "input", "exec", "eval"}
 
 
-# Programs that are an engine's process, or write test data with an engine's own code.
-OF_ENGINES = {ROOT / "tools" / "vllm_engine_driver.py", ROOT / "tools" / "peer_files.py"}
+# Programs that are an engine's process, write test data with an engine's own code, or measure a connector in its engine.
+OF_ENGINES = {
+    ROOT / "tools" / path
+    for path in ("vllm_engine_driver.py", "peer_files.py", "bench/timed_connector.py", "bench/traced_connector.py")
+}
 
 
 @pytest.mark.parametrize("file", sorted({*sources("tplayout", "tools")} - OF_ENGINES), ids=name)

@@ -24,7 +24,7 @@ from tplayout.storage import Store, open_store
 
 PROMPT = 16
 FLAT = 1.3
-ISSUE = 1_000_000
+MILLION = 1_000_000
 FRESH = 1 << 30  # token ids of what is published while it is measured
 
 
@@ -37,8 +37,8 @@ def growth_rows(setting: Setting, directory: Path) -> Iterator[Result]:
             with open_store(directory / f"growth-{size}") as store:
                 yield from _rows(_filled(store, size), base, (float(size), float(first)), setting)
             shutil.rmtree(directory / f"growth-{size}")
-    if setting.growth[-1] < ISSUE:
-        yield Note(f"growth was measured up to {setting.growth[-1]:,} chunks, not {ISSUE:,}")
+    if setting.growth[-1] < MILLION:
+        yield Note(f"growth was measured up to {setting.growth[-1]:,} chunks, not {MILLION:,}")
 
 
 def _filled(store: Store, chunks: int) -> Cache:
