@@ -123,7 +123,7 @@ def test_the_format_does_no_io(file):
     assert not called & {"open", "print", "input", "exec", "eval"}
 
 
-# Programs that are an engine's process, write test data with an engine's own code, or measure a connector in its engine.
+# Programs that are an engine's process, write test data with its own code, or measure a connector within it.
 OF_ENGINES = {
     ROOT / "tools" / path
     for path in ("vllm_engine_driver.py", "peer_files.py", "bench/timed_connector.py", "bench/traced_connector.py")

@@ -50,7 +50,7 @@ def test_notes_of_other_times_and_empty_ones_are_not_shown(tmp_path: Path, monke
     assert found.end - found.begin >= 0.01
 
 
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="NOT TESTED: the picture, since matplotlib is not installed")
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="NOT TESTED: the picture, as matplotlib is missing")
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     draw(SPANS, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
