@@ -1,6 +1,6 @@
 """Measures what the store, the formats and the copies cost, against what the machine and bare clients can do.
 
-    make bench                  everything; writes tools/bench/results/latest.json and latest.png
+    make bench                  everything, in half an hour; writes tools/bench/results/latest.json and latest.png
     make bench-quick            the same with fewer rounds and smaller stores, in five minutes
     PYTHONPATH=tools python -m bench --only disk    some rows, which are printed and not kept
     PYTHONPATH=tools python -m bench --tiny         the same rows in seconds, of no meaning: whether they run
@@ -8,8 +8,7 @@
 Every row compares two sides that ran in turn (measure.py), and has a target where one was set. Copies and digests on
 one thread are compared by its CPU time, everything else by the clock on the wall. A missed target is no error.
 
-A theme is a module with a function of rows. Those that start engines (time to first token, a busy server, time of
-a step, other connectors, memory) go into modules of their own, behind the last of THEMES.
+A theme is a module with a function of rows. Those of ENGINE_THEMES start real vLLM engines (engines.py).
 """
 
 from __future__ import annotations
@@ -18,23 +17,34 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench import plot, report
+from bench.busy import busy_rows
 from bench.digests import digest_rows
 from bench.disk import disk_rows
+from bench.engines import Rows, with_engines
+from bench.first_token import first_token_rows
 from bench.growth import growth_rows
 from bench.lookups import lookup_rows
 from bench.measure import QUICK, TINY, Note, Result, Row, Setting
+from bench.memory import memory_rows
 from bench.pages import page_rows
 from bench.reshard import reshard_rows
 from bench.s3 import s3_rows
+from bench.steps import step_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
 
-THEMES: dict[str, Callable[[Setting, Path], Iterator[Result]]] = {
+ENGINE_THEMES = {
+    "first-token": with_engines("first-token", first_token_rows, quick=True),
+    "busy": with_engines("busy", busy_rows),
+    "steps": with_engines("steps", step_rows),
+    "memory": with_engines("memory", memory_rows),
+}
+THEMES: dict[str, Rows] = {
     "pages": lambda setting, _: page_rows(setting),
     "digests": digest_rows,
     "disk": disk_rows,
@@ -42,6 +52,7 @@ THEMES: dict[str, Callable[[Setting, Path], Iterator[Result]]] = {
     "lookups": lookup_rows,
     "reshard": reshard_rows,
     "growth": growth_rows,
+    **ENGINE_THEMES,
 }
 
 
