@@ -141,7 +141,7 @@ class Server:
 
     def clear_memory(self) -> None:
         """Leave only what is in files."""
-        self._open("/clear-cache", b"")
+        self._open("/cache/clear", b'{"force": true}')  # what is locked too: nothing is under way
 
     def wait_until_stored(self, chunks: int) -> None:
         """Wait for its files."""
@@ -158,5 +158,6 @@ class Server:
             return False
         return True
 
-    def _open(self, path: str, data: bytes | None) -> None:
-        urllib.request.urlopen(f"http://127.0.0.1:{self._http}{path}", data, timeout=10).close()
+    def _open(self, path: str, body: bytes | None) -> None:
+        url, header = f"http://127.0.0.1:{self._http}{path}", {"Content-Type": "application/json"}
+        urllib.request.urlopen(urllib.request.Request(url, body, header), timeout=10).close()

@@ -64,7 +64,7 @@ class TimedConnector(TPLayoutConnector):
 
 def _timed(name: str) -> Callable[..., Any]:
     def call(self: TimedConnector, *args: Any, **kwargs: Any) -> Any:
-        with self._clock:
+        with self._clock.of(name):
             result = getattr(super(TimedConnector, self), name)(*args, **kwargs)
         if name == "build_connector_meta":
             (output,) = args

@@ -110,7 +110,7 @@ def test_first_tokens_are_compared_with_what_ran_next_to_them() -> None:
 
 
 def step(ended: float, seconds: float, tokens: int = 0, copies: bool = False) -> steps.Step:
-    return steps.Step(ended, seconds, tokens, copies)
+    return steps.Step(ended, {"a": seconds}, tokens, copies)
 
 
 def test_a_step_is_its_part_in_the_scheduler_and_in_the_slowest_rank() -> None:
@@ -119,21 +119,25 @@ def test_a_step_is_its_part_in_the_scheduler_and_in_the_slowest_rank() -> None:
         [step(5, 9), step(11, 1), step(21, 9), step(31, 9), step(41, 3), step(51, 9)],
         [step(5, 9), step(12, 2), step(22, 9), step(32, 9), step(42, 1)],  # it has not written its last one yet
     ]
-    assert steps.quiet_seconds(scheduler, ranks) == pytest.approx([2.1, 3.4])
+    quiet = steps.quiet_steps(scheduler, ranks)
+    assert [(planned.seconds, rank.seconds) for planned, rank in quiet] == [(0.1, 2), (0.4, 3)]
+    assert steps.profile(quiet) == "rank's a 2500000 µs, scheduler's a 250000 µs"
 
 
 def test_calls_within_calls_count_once() -> None:
     clock = steps.Clock()
-    with clock, clock:
-        time.sleep(0.01)
+    for _ in range(2):
+        with clock.of("a"), clock.of("b"):
+            time.sleep(0.005)
     first, second = clock.step(3, copies=True), clock.step()
-    assert 0.01 <= first.seconds < 0.02 * 50
+    assert list(first.calls) == ["a"]
+    assert first.seconds >= 0.01
     assert (first.tokens, first.copies, second.seconds, second.tokens) == (3, True, 0, 0)
     assert first.ended <= second.ended
 
 
 def test_a_line_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
-    line = '{"ended": 1, "seconds": 2, "tokens": 3, "copies": false}\n'
+    line = '{"ended": 1, "calls": {"a": 2}, "tokens": 3, "copies": false}\n'
     (tmp_path / "worker-1.jsonl").write_text(line + line[:20])
     (tmp_path / "scheduler-2.jsonl").write_text(line)
     assert steps.read_steps(tmp_path, "worker") == [[step(1, 2, 3)]]
