@@ -118,6 +118,7 @@ class Server:
             *("--host", "127.0.0.1", "--port", self.port, "--http-host", "127.0.0.1", "--http-port", self._http),
             *("--l1-size-gb", 2, "--eviction-policy", "LRU", "--chunk-size", CHUNK),
             *("--supported-transfer-mode", "auto"),
+            *("--l2-prefetch-policy", "retain"),  # else nothing that it has read from files is in memory
             *("--l2-adapter", json.dumps({"type": "fs", "base_path": str(self._files)})),
         ]
         self._log = directory / "server.log"

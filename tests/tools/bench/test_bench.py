@@ -100,7 +100,9 @@ def test_readme_shows_rows_that_are_measured_with_their_targets(rows: list[dict[
     table = [line.split("|")[1:-1] for line in section[1].splitlines() if line.startswith("| ")][2:]
     shown = {_plain(name.strip()): target.strip() for name, _, _, target in table}
     assert shown
-    assert shown.items() <= {(_plain(row["name"]), row["target"] or "") for row in rows}
+    latest = ROOT / "tools" / "bench" / "results" / "latest.json"  # has rows of engines too, which a tiny run has not
+    known = rows + (json.loads(latest.read_text())["rows"] if latest.exists() else [])
+    assert shown.items() <= {(_plain(row["name"]), row["target"] or "") for row in known}
 
 
 def _plain(name: str) -> str:
