@@ -12,6 +12,13 @@ import demo
 import demo_models
 from vllm_engine import Engine, Output, engine
 
+# vLLM's arguments for latents (MLA) in float32: its rotary op is wrong for them, and where the CPU has AMX it chooses a
+# backend for bfloat16 alone.
+LATENTS: dict[str, Any] = {
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+    "attention_config": {"backend": "CPU_MLA"},
+}
+
 Answers = dict[str, dict[str, Output]]  # prompt -> "cold" or "hit" -> answer
 
 CHUNK = 256

@@ -6,6 +6,7 @@ Each test starts real vLLM servers of different shapes on one store; `e2e_pairs.
 from pathlib import Path
 
 import pytest
+from e2e_cases import LATENTS
 from e2e_pairs import Leg, Relay, Server
 from e2e_plain import PlainEngines
 
@@ -22,7 +23,7 @@ WINDOW = 128
 KV2 = Relay("llama-kv2")
 MIXTURE = Relay("gemma3", chunk=WINDOW, chunks=4)  # the default chunk for this window
 # MLA's own rotary op is wrong on vLLM's CPU build.
-MLA = Relay("deepseek-v2", more={"compilation_config": {"custom_ops": ["-rotary_embedding"]}})
+MLA = Relay("deepseek-v2", more=LATENTS)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 import demo_models
 import pytest
 import vllm_server
-from e2e_cases import engine_args, offload
+from e2e_cases import LATENTS, engine_args, offload
 from s3_server import free_port
 from vllm_engine import EngineFailed, engine
 
@@ -68,8 +68,7 @@ def test_scales_of_every_token(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.row("Context parallel (DCP, PCP)", "decode context parallel", verdict="refused")
 def test_decode_context_parallel(tmp_path: Path) -> None:
     """Two ranks hold every other token of the latent, which is what makes it possible at TP=2."""
-    mla = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-    lines = refusal(tmp_path, "deepseek-v2", tp=2, decode_context_parallel_size=2, **mla)
+    lines = refusal(tmp_path, "deepseek-v2", tp=2, decode_context_parallel_size=2, **LATENTS)
     assert_refused(lines, "context parallelism splits tokens over ranks", "not support")
 
 
