@@ -48,35 +48,22 @@ class Run:
         # The views alias these; without a reference the allocation could go while a view is in use.
         self._owners = [layer.cache for layer in layers]
 
-    def _part_view(self, layers: Sequence[LayerPages], part: PartLayout) -> torch.Tensor | _Table:
+    def _part_view(self, layers: Sequence[LayerPages], part: PartLayout) -> _Strided | _Table:
         caches = [layer.cache.view(BITS[layer.cache.element_size()]) for layer in layers]
-        cache, stride, step = caches[0], self.layout.block_stride, _layer_step(layers) or 0
-        blocks = int(cache.shape[0])
+        stride = self.layout.block_stride
+        table = None if part.table is None else _Table(caches, stride, part.table.to(caches[0].device))
         if part.strides is None:
-            assert part.table is not None
-            return _Table(caches, stride, part.table.to(cache.device))
-        tokens, heads, dim = part.shape
-        token_step, head_step, dim_step = part.strides
-        return cache.as_strided(
-            (len(layers), blocks, heads, tokens, dim),
-            (step, stride, head_step, token_step, dim_step),
-            cache.storage_offset() + part.base,
-        )
+            assert table is not None
+            return table
+        return _Strided(caches, stride, _layer_step(layers) or 0, part, table)
 
-    def read(self, part: int, block: int) -> torch.Tensor:
-        """Tokens of one kernel block: [heads, layers, tokens, dim] (a view where the layout is affine)."""
-        view = self._parts[part]
-        if isinstance(view, _Table):
-            return view.read(block)
-        return view[:, block].transpose(0, 1)
+    def read(self, part: int, block: int, start: int, cells: torch.Tensor) -> None:
+        """Copy tokens [start, start + n) of one kernel block to `cells`, [heads, layers, n, dim]."""
+        self._parts[part].read(block, start, cells)
 
-    def write(self, part: int, block: int, start: int, values: torch.Tensor) -> None:
-        """Store [heads, layers, n, dim] as tokens [start, start + n) of one kernel block."""
-        view = self._parts[part]
-        if isinstance(view, _Table):
-            view.write(block, start, values)
-        else:
-            view[:, block, :, start : start + values.shape[2]].copy_(values.transpose(0, 1))
+    def write(self, part: int, block: int, start: int, cells: torch.Tensor) -> None:
+        """Store `cells`, [heads, layers, n, dim], as tokens [start, start + n) of one kernel block."""
+        self._parts[part].write(block, start, cells)
 
     def kernel_blocks(self, block_ids: Sequence[int], first: int, last: int) -> list[tuple[int, int, int, int]]:
         """Where tokens [first, last) of a request lie, as (kernel block, token in block, token, count) in order.
@@ -94,6 +81,89 @@ class Run:
         return out
 
 
+class _Strided:
+    """Pages whose elements lie at sums of strides: one an axis, or one for each of its index's digits (tiles)."""
+
+    def __init__(
+        self, caches: Sequence[torch.Tensor], stride: int, step: int, part: PartLayout, table: _Table | None
+    ) -> None:
+        """step: from one layer to the next. table: of the same elements, for tokens that are not whole tiles."""
+        assert part.strides is not None
+        sizes = zip(part.shape, part.strides, strict=True)
+        tokens, heads, dim = (((n, by),) if isinstance(by, int) else by for n, by in sizes)
+        outer = [(int(caches[0].shape[0]), stride), *heads, (len(caches), step), *tokens]
+        self._forms = _forms(caches[0], part.base, outer, dim)
+        self._heads, self._rest = [size for size, _ in heads], [size for size, _ in tokens[1:]]
+        self._tile = math.prod(self._rest)  # tokens
+        self._table = table
+
+    def read(self, block: int, start: int, cells: torch.Tensor) -> None:
+        if self._whole_tiles(start, cells):
+            rows, split = self._both(block, start, cells)
+            split.copy_(rows)
+        else:
+            assert self._table is not None
+            self._table.read(block, start, cells)
+
+    def write(self, block: int, start: int, cells: torch.Tensor) -> None:
+        if self._whole_tiles(start, cells):
+            rows, split = self._both(block, start, cells)
+            rows.copy_(split)
+        else:
+            assert self._table is not None
+            self._table.write(block, start, cells)
+
+    def _whole_tiles(self, start: int, cells: torch.Tensor) -> bool:
+        return start % self._tile == 0 and cells.shape[2] % self._tile == 0
+
+    def _both(self, block: int, start: int, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[heads, layers, tokens, dim] of the pages and of the cells, heads, tokens and dim in their digits."""
+        form = next(form for form in self._forms if form.suits(cells))
+        rows = form.view[block].narrow(len(self._heads) + 1, start // self._tile, cells.shape[2] // self._tile)
+        split = cells if form.merged == 1 else cells.view(form.view.dtype)
+        if self._rest:
+            split = split.unflatten(2, (-1, *self._rest))
+        return rows, split.unflatten(-1, form.dim).unflatten(0, self._heads)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A view of pages, [blocks, heads, layers, tokens, dim] in digits.
+
+    dim: sizes of its digits. merged: elements that are taken as one, wider.
+    """
+
+    view: torch.Tensor
+    dim: list[int]
+    merged: int
+
+    def suits(self, cells: torch.Tensor) -> bool:
+        """Whether the cells can be taken so too: their dim is in one piece."""
+        places = (cells.storage_offset(), *cells.stride()[:-1])
+        return self.merged == 1 or (cells.stride(-1) == 1 and all(place % self.merged == 0 for place in places))
+
+
+def _forms(
+    cache: torch.Tensor, base: int, outer: Sequence[tuple[int, int]], dim: Sequence[tuple[int, int]]
+) -> list[_Form]:
+    """Forms to copy in, the quickest first: elements that lie together in pages and in cells move together."""
+    offset = cache.storage_offset() + base
+    forms = [_form(cache, offset, [*outer, *dim], len(dim), 1)]
+    merged, step = dim[-1]
+    width = merged * cache.element_size()
+    places = (offset, *(by for _, by in (*outer, *dim[:-1])))
+    if len(dim) > 1 and step == 1 and width in BITS and all(place % merged == 0 for place in places):
+        axes = [(size, by // merged) for size, by in (*outer, *dim[:-1])]
+        forms.insert(0, _form(cache, offset // merged, axes, len(dim) - 1, merged))
+    return forms
+
+
+def _form(cache: torch.Tensor, offset: int, axes: Sequence[tuple[int, int]], dims: int, merged: int) -> _Form:
+    empty = cache.new_empty(0, dtype=BITS[merged * cache.element_size()])
+    sizes, strides = [size for size, _ in axes], [by for _, by in axes]
+    return _Form(empty.set_(cache.untyped_storage(), offset, sizes, strides), sizes[len(sizes) - dims :], merged)
+
+
 class _Table:
     """Pages whose layout is no set of strides: elements are moved one by one through an index table."""
 
@@ -103,13 +173,15 @@ class _Table:
         self._rows = [c.as_strided((blocks, extent), (stride, 1), c.storage_offset()) for c in caches]
         self._table = table  # [tokens, heads, dim]
 
-    def read(self, block: int) -> torch.Tensor:
-        return torch.stack([rows[block][self._table].transpose(0, 1) for rows in self._rows], dim=1)
-
-    def write(self, block: int, start: int, values: torch.Tensor) -> None:
-        index = self._table[start : start + values.shape[2]]
+    def read(self, block: int, start: int, cells: torch.Tensor) -> None:
+        index = self._table[start : start + cells.shape[2]]
         for layer, rows in enumerate(self._rows):
-            rows[block][index] = values[:, layer].transpose(0, 1)
+            cells[:, layer].copy_(rows[block][index].transpose(0, 1))
+
+    def write(self, block: int, start: int, cells: torch.Tensor) -> None:
+        index = self._table[start : start + cells.shape[2]]
+        for layer, rows in enumerate(self._rows):
+            rows[block][index] = cells[:, layer].transpose(0, 1)
 
 
 def _layer_step(layers: Sequence[LayerPages]) -> int | None:
@@ -235,8 +307,7 @@ def gather(run: Run, block_ids: Sequence[int], first: int, last: int, out: Canon
     parts = out.parts
     for block, inside, token, count in run.kernel_blocks(block_ids, first, last):
         for part, cells in enumerate(parts):
-            rows = run.read(part, block)[:, :, inside : inside + count]
-            cells[:, :, token - first : token - first + count].copy_(rows)
+            run.read(part, block, inside, cells[:, :, token - first : token - first + count])
 
 
 def scatter(run: Run, block_ids: Sequence[int], first: int, last: int, src: Canonical) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+Digits = tuple[tuple[int, int], ...]  # (size, stride) of an index's digits, the slowest first
+
 _BASE = 8
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -30,12 +32,13 @@ class PartLayout:
 
     `shape` is (tokens, heads, dim). An element (t, h, d) of block b lies at element offset
     `b * block_stride + base + t*strides[0] + h*strides[1] + d*strides[2]`, or, where that is not affine, at
-    `b * block_stride + table[t, h, d]`.
+    `b * block_stride + table[t, h, d]`. Where it is affine in an index's digits, as in the tiles of AMX, a stride is
+    the digits' sizes and strides, and the table is there too.
     """
 
     shape: tuple[int, int, int]
     base: int
-    strides: tuple[int, int, int] | None
+    strides: tuple[int | Digits, int | Digits, int | Digits] | None
     table: torch.Tensor | None = None
 
     def describe(self) -> str:
@@ -55,23 +58,36 @@ class PageLayout:
 
 
 def layout_from_positions(positions: torch.Tensor) -> PartLayout:
-    """Express element offsets `[tokens, heads, dim]` (int64) as strides where affine, as a table otherwise."""
+    """Express element offsets `[tokens, heads, dim]` (int64) as strides where affine, as a table otherwise.
+
+    Also where strides of digits say it: a copy of a part of a tile needs the table.
+    """
     tokens, heads, dim = positions.shape
     base = int(positions[0, 0, 0])
-
-    def step(axis: int) -> int:
-        if positions.shape[axis] == 1:
-            return 0
-        return int(positions.select(axis, 1)[0, 0]) - base
-
-    strides = (step(0), step(1), step(2))
-    t, h, d = (torch.arange(n) for n in positions.shape)
-    affine = base + t[:, None, None] * strides[0] + h[:, None] * strides[1] + d * strides[2]
     shape = (tokens, heads, dim)
-    # A negative step cannot be a torch stride; such a page goes through the table.
-    if min(strides) >= 0 and torch.equal(affine, positions):
-        return PartLayout(shape, base, strides)
-    return PartLayout(shape, base, None, positions.clone())
+    along = (positions[:, 0, 0] - base, positions[0, :, 0] - base, positions[0, 0, :] - base)
+    separable = torch.equal(base + along[0][:, None, None] + along[1][:, None] + along[2], positions)
+    digits = [_digits(offsets.tolist()) for offsets in along] if separable else []
+    if not digits or None in digits:
+        return PartLayout(shape, base, None, positions.clone())
+    strides = tuple(found[0][1] if found and len(found) == 1 else found for found in digits)
+    plain = all(isinstance(stride, int) for stride in strides)
+    return PartLayout(shape, base, strides, None if plain else positions.clone())  # type: ignore[arg-type]
+
+
+def _digits(offsets: list[int]) -> Digits | None:
+    """Digits of an index by which its offsets are sums; None if there are none with strides that torch takes."""
+    size = len(offsets)
+    if size == 1:
+        return ((1, 0),)
+    step = offsets[1]
+    run = next((i for i in range(size) if offsets[i] != i * step), size)
+    if step < 0 or size % run or any(offsets[i] != offsets[i // run * run] + i % run * step for i in range(size)):
+        return None
+    if run == size:
+        return ((size, step),)
+    outer = _digits(offsets[::run])
+    return None if outer is None else (*outer, (run, step))
 
 
 def discover(

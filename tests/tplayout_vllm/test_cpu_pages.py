@@ -80,6 +80,44 @@ def test_any_packing_to_any_other(source: tuple[str, int], target: tuple[str, in
         assert torch.equal(got.kv_cache.view(torch.int16), own.kv_cache.view(torch.int16))
 
 
+@pytest.mark.parametrize(("first", "last"), [(0, 16), (16, 48), (2, 34), (3, 50), (31, 33), (90, 190)])
+@pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: f"{packing[0]}-{packing[1]}")
+def test_some_tokens_of_a_block(packing: tuple[str, int], first: int, last: int) -> None:
+    """Also where tiles are cut: in a packing of tiles some go by strides and some by the table."""
+    kv = text_kv()
+    wrote, reads = Engine(*packing), Engine(*packing)
+    wrote.compute(kv)
+    cells = torch.zeros((HEADS, LAYERS, 2, last - first, DIM), dtype=torch.int16)
+    for run in wrote.runs:
+        gather(run, wrote.table, first, last, Canonical(cells, (DIM, DIM)).narrow(run.positions, 0, last - first))
+    assert torch.equal(cells.view(torch.bfloat16), kv.permute(3, 0, 1, 2, 4)[:, :, :, first:last])
+    reads.compute(torch.ones_like(kv))
+    for run in reads.runs:
+        scatter(run, reads.table, first, last, Canonical(cells, (DIM, DIM)).narrow(run.positions, 0, last - first))
+    got = torch.zeros((HEADS, LAYERS, 2, TOKENS, DIM), dtype=torch.int16)
+    reads.move(gather, got)
+    wanted = torch.ones_like(kv)
+    wanted[:, :, first:last] = kv[:, :, first:last]
+    assert torch.equal(got.view(torch.bfloat16), wanted.permute(3, 0, 1, 2, 4))
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_every_packing_is_a_set_of_strides(isa: str) -> None:
+    """A table moves elements one by one. Tiles have strides of digits; what lies in pairs moves in pairs."""
+    run = Engine(isa, 96).runs[0]
+    assert all(part.strides is not None for part in run.layout.parts)
+    assert [part._forms[0].merged for part in run._parts] == [2 if isa == "amx" else 1, 1]
+
+
+def test_cells_at_odd_places_are_copied_too() -> None:
+    """Pairs are taken as one where both sides have them at even places."""
+    engine, kv = Engine("amx", 96), text_kv()
+    engine.compute(kv)
+    odd = torch.zeros(HEADS * LAYERS * 2 * TOKENS * DIM + 1, dtype=torch.int16)[1:].view(HEADS, LAYERS, 2, TOKENS, DIM)
+    engine.move(gather, odd)
+    assert torch.equal(odd.view(torch.bfloat16), kv.permute(3, 0, 1, 2, 4))
+
+
 def test_the_packings_differ() -> None:
     """Else the test above would compare copies."""
     first = []

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tplayout_vllm.probe import LayoutUnknown, PageLayout, discover, layout_from_positions
+from tplayout_vllm.probe import LayoutUnknown, PageLayout, _digits, discover, layout_from_positions
 
 PAGES = "Page layouts"
 TOKENS, HEADS, DIM = 32, 3, 64
@@ -57,6 +59,25 @@ def test_strided_layouts_are_found_as_strides(order: str, dtype: torch.dtype) ->
         tokens, heads, dims = (torch.arange(n) for n in SHAPE)
         found = part.base + tokens[:, None, None] * t + heads[:, None] * h + dims * d
         assert torch.equal(found, where)
+
+
+@given(st.lists(st.tuples(st.sampled_from([2, 3, 4, 16]), st.integers(1, 5000)), min_size=1, max_size=4))
+def test_strides_of_an_indexs_digits_are_found(digits: list[tuple[int, int]]) -> None:
+    offsets = [0]
+    for size, step in digits:
+        offsets = [before + i * step for before in offsets for i in range(size)]
+    found = _digits(offsets)
+    assert found is not None
+    rebuilt = [0]
+    for size, step in found:
+        rebuilt = [before + i * step for before in rebuilt for i in range(size)]
+    assert rebuilt == offsets
+    assert len(found) <= len(digits)
+
+
+@pytest.mark.parametrize("offsets", [[0, 1, 3], [0, 1, 5, 7], [0, -1], [0, 1, 2, 0], [0, 1, 8, 9, 4]])
+def test_other_orders_have_no_digits(offsets: list[int]) -> None:
+    assert _digits(offsets) is None
 
 
 @pytest.mark.row(PAGES, "any other order: by an index table")
