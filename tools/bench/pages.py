@@ -1,8 +1,8 @@
 """Copies between an engine's pages and a slot: what un-permuting costs beyond a plain copy.
 
-Four kinds of pages, layers outermost in one allocation: `vec`, those of vLLM's CPU backend (in a block, head by head,
-K column-major [dim, token] and behind it V [token, dim]; `amx`: the same places in tiles), and the NHD and HND pages
-of GPU backends ([token, head, dim] and [head, token, dim], K and V apart), here in the CPU's memory.
+Three kinds of pages, layers outermost in one allocation: `vec`, those of vLLM's CPU backend (in a block, head by head,
+K column-major [dim, token] and behind it V [token, dim]), and the NHD and HND pages of GPU backends ([token, head, dim]
+and [head, token, dim], K and V apart), here in the CPU's memory.
 
 What a profile of these copies said (2 cores of an AMD EPYC, torch 2.13): V moves at 0.6 to 0.9 of memcpy's speed, K at
 a quarter to a third of it. That is what torch's and NumPy's copies reach alike where one side is transposed and comes
@@ -20,7 +20,7 @@ from bench.measure import CPU, WALL, Row, Setting, Shape, Work, compare
 from bench.objects import geometry
 from tplayout.format.layout import chunk_layout
 from tplayout_vllm.pages import Canonical, LayerPages, Run, canonical_view, gather, group_runs, scatter
-from tplayout_vllm.probe import Digits, PageLayout, PartLayout
+from tplayout_vllm.probe import PageLayout, PartLayout
 
 VEC_BLOCKS = (32, 128, 256)
 GPU_BLOCKS = (16, *VEC_BLOCKS)
@@ -29,7 +29,7 @@ THREADS = (1, 2)
 
 @dataclass(frozen=True)
 class Case:
-    """What is copied. kind: vec, amx, NHD or HND; parts: which of 0 (K) and 1 (V)."""
+    """What is copied. kind: vec, NHD or HND; parts: which of 0 (K) and 1 (V)."""
 
     kind: str
     block: int
@@ -44,11 +44,10 @@ class Case:
     @property
     def transposed(self) -> bool:
         """Whether no run of a page lies in one piece in a slot."""
-        return self.kind == "amx" or (self.kind == "vec" and 0 in self.parts)
+        return self.kind == "vec" and 0 in self.parts
 
 
 CASES = [Case("vec", block, parts) for parts in ((1,), (0,)) for block in VEC_BLOCKS]
-CASES += [Case("amx", 128, (part,)) for part in (1, 0)]
 CASES += [Case(kind, block, (0, 1)) for kind in ("NHD", "HND") for block in GPU_BLOCKS]
 
 
@@ -128,14 +127,9 @@ def paged(case: Case, shape: Shape, chunks: int) -> Run:
     """All layers of a rank, with just enough blocks for the chunks, filled with ones."""
     heads, dim, layers, block = shape.heads, shape.dim, shape.layers, case.block
     half = heads * block * dim
-    places: tuple[tuple[int, tuple[int | Digits, int | Digits, int | Digits]], ...]
-    head = 2 * block * dim
     if case.kind == "vec":
+        head = 2 * block * dim
         places = ((0, (1, head, block)), (block * dim, (dim, head, 1)))
-    elif case.kind == "amx":  # tiles of 16 tokens and pairs of dim, and the other way round
-        k = (((block // 16, 16 * dim), (16, 2)), head, ((dim // 2, 32), (2, 1)))
-        v = (((block // 2, 32), (2, 1)), head, ((dim // 16, 16 * block), (16, 2)))
-        places = ((0, k), (block * dim, v))
     elif case.kind == "NHD":
         places = ((0, (heads * dim, dim, 1)), (half, (heads * dim, dim, 1)))
     else:
